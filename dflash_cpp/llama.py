@@ -1,0 +1,278 @@
+"""`DFlashLlama`: `llama_cpp.Llama` with another way to generate tokens, all else unchanged."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _libs, _options
+from ._memory import TargetMemory, llama_cpp
+from .errors import DFlashArgumentError
+from .session import RoundTrace, Session, StepResult, check_pair
+from .stats import RULE_GREEDY, RULE_MATCH, DraftStats, Recorder
+
+if TYPE_CHECKING:
+    Tokens = Generator[int, Sequence[int] | None, None]
+
+_log = logging.getLogger("dflash")
+
+_LLAMA_KEYWORDS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {
+    "self",
+    "model_path",
+    "kwargs",
+}
+_GENERATE = inspect.signature(llama_cpp.Llama.generate)
+_COMPLETION = inspect.signature(llama_cpp.Llama._create_completion)
+
+
+class DFlashLlama(TargetMemory):
+    """A `llama_cpp.Llama` that drafts blocks of tokens with a DFlash draft.
+
+    The text is that of `Llama` with the same arguments: the target's sampler chain chooses every
+    token, in the same order. A call that speculation cannot serve (a Python logits processor,
+    `logits_all`, embeddings) decodes plainly; `last_stats.reason` says why. Tokens that a caller
+    sends into `generate` are proposals in `Llama`, which never change the text: they are ignored.
+
+    Args:
+        model_path: GGUF file of the target.
+        draft_path: GGUF file of the draft.
+        n_draft: Tokens to draft per round, 1 to block - 1; None for block - 1.
+        p_min: Stop a draft before the first token less probable than this, 0 to 1.
+        speculate: False decodes plainly and loads no draft until `speculate` is set to True.
+        draft_trace: Record every round for `draft_trace()`; slow.
+        n_gpu_layers_draft: Layers of the draft on the GPU, -1 for all; None for all if the target
+            has any there.
+        **kwargs: Keywords of `llama_cpp.Llama`, except `draft_model`.
+
+    Raises:
+        TypeError: An unknown keyword, or an argument of the wrong type.
+        DFlashPairError: The draft does not fit; checked before the target is loaded.
+        DFlashFileError, DFlashTargetError, DFlashArgumentError, DFlashMemoryError: with the reason.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        draft_path: str | os.PathLike[str],
+        n_draft: int | None = None,
+        p_min: float = 0.0,
+        speculate: bool = True,
+        draft_trace: bool = False,
+        n_gpu_layers_draft: int | None = None,
+        **kwargs: Any,
+    ):
+        _options.check_keywords(kwargs, _LLAMA_KEYWORDS)
+        _options.check_arguments(model_path, draft_path, n_draft, p_min)
+        self._draft_path = os.fspath(draft_path)
+        self._draft_options: dict[str, Any] = {
+            "n_draft": n_draft,
+            "p_min": float(p_min),
+            "n_gpu_layers": _options.draft_layers(
+                n_gpu_layers_draft, kwargs.get("n_gpu_layers", 0)
+            ),
+            "use_mmap": kwargs.get("use_mmap", True),
+            "trace": draft_trace,
+        }
+        self._n_gpu_layers_draft = n_gpu_layers_draft
+        self._off = _options.why_off(kwargs)
+        self._limit: int | None = None
+        self._told: set[str] = set()
+        self.last_token_drafted = False
+
+        llama_cpp._logger.set_verbose(kwargs.get("verbose", True))
+        check_pair(model_path, draft_path)
+        if speculate and self._off is None:
+            block = _libs.gguf_uint32(self._draft_path, "dflash.block_size")
+            self._n_rs_seq = _options.snapshots(n_draft, block, kwargs)
+
+        super().__init__(os.fspath(model_path), **kwargs)
+        self._speculate = False
+        try:
+            self.speculate = speculate
+        except BaseException:
+            self.close()
+            raise
+
+    # --- switching and closing ----------------------------------------------------------------
+
+    @property
+    def speculate(self) -> bool:
+        """Whether to draft. False frees the draft, so that decoding is as plain as `Llama`'s."""
+        return self._speculate
+
+    @speculate.setter
+    def speculate(self, value: bool) -> None:
+        with self._lock:
+            self._need_open()
+            self._speculate = bool(value)
+            if self._off is not None or self._speculate == (self._session is not None):
+                return
+            self._take_turn()
+            self._requires_eval = True  # the switch may rearrange the buffer of the logits
+            if self._speculate:
+                self._session = Session(self, self._draft_path, **self._draft_options)
+                self._blind = self.n_tokens
+            else:
+                self._rewind(self._session, min(self.n_tokens, self._session.n_past))
+                session, self._session = self._session, None
+                session.close()
+
+    @property
+    def n_draft(self) -> int | None:
+        """Tokens drafted per round at most; None while no draft is loaded."""
+        return None if self._session is None else self._session.n_draft
+
+    def __enter__(self) -> DFlashLlama:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        del state["draft_model"]
+        names = ("n_draft", "p_min")
+        return (
+            state
+            | {name: self._draft_options[name] for name in names}
+            | {
+                "draft_path": self._draft_path,
+                "speculate": self._speculate,
+                "draft_trace": self._draft_options["trace"],
+                "n_gpu_layers_draft": self._n_gpu_layers_draft,
+            }
+        )
+
+    # --- what a caller can ask afterwards -----------------------------------------------------
+
+    @property
+    def last_stats(self) -> DraftStats | None:
+        """Statistics of the latest generation, also while it runs; None before the first."""
+        return None if self._record is None else self._record.snapshot()
+
+    def draft_trace(self) -> RoundTrace:
+        """Return what the selector saw in the latest round (needs `draft_trace=True`)."""
+        if self._session is None:
+            raise DFlashArgumentError("no draft is loaded, so there is no round to show")
+        return self._session.trace()
+
+    # --- generation ---------------------------------------------------------------------------
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Tokens:
+        """Create a generator of tokens from a prompt; see `llama_cpp.Llama.generate`.
+
+        `last_token_drafted` and `last_stats` are up to date at every token.
+        """
+        self._need_open()
+        call = _GENERATE.bind(self, tokens, *args, **kwargs).arguments
+        limit, self._limit = self._limit, None
+        reason = self._why_plain(call)
+        rule = RULE_GREEDY if call.get("temp", 0.8) == 0.0 else RULE_MATCH
+        session = None if reason else self._session
+        self._record = record = Recorder(rule, reason, session)
+        self.last_token_drafted = False
+        base = super().generate(tokens, *args, **kwargs)
+        try:
+            if session is None:
+                yield from self._plain(base, record)
+            else:
+                yield from self._drafted(base, record, call.get("stopping_criteria"), limit)
+        finally:
+            base.close()
+            record.finish()
+
+    def _why_plain(self, call: dict[str, Any]) -> str | None:
+        reason = self._off or (None if self._speculate else _options.OFF_SWITCH)
+        if reason is None and call.get("logits_processor") is not None:
+            reason = _options.OFF_PROCESSOR
+        if reason is not None and self.verbose and reason not in self._told:
+            self._told.add(reason)
+            _log.warning("decoding plainly: %s", reason)
+        return reason
+
+    def _plain(self, base: Tokens, record: Recorder) -> Tokens:
+        """Pass on what `Llama` yields and is sent, and keep the time."""
+        try:
+            record.resume()
+            with self._lock:
+                token, turn = next(base), self._turn
+            while True:
+                record.pause()
+                sent = yield token
+                record.resume()
+                with self._lock:
+                    self._check_turn(turn)
+                    token, turn = base.send(sent), self._turn
+        except StopIteration:
+            return
+
+    def _drafted(self, base: Tokens, record: Recorder, stop: Any, limit: int | None) -> Tokens:
+        """Take the first token from `Llama`, all others from rounds of the session."""
+        record.resume()
+        with self._lock:
+            try:
+                token = next(base)  # prompt, prefix cache, sampler chain: all as in `Llama`
+            except StopIteration:
+                return
+            base.close()
+            sampler, turn = self._sampler, self._take_turn()
+        if self._blind:
+            record.note(f"the draft lacks the features of the first {self._blind} tokens")
+        try:
+            record.pause()
+            yield token
+            record.resume()
+            while True:
+                room = -1 if limit is None else max(0, limit - record.emitted - 1)
+                result = self._round(turn, sampler, token, room)
+                start = self.n_tokens + 1
+                for k, token in enumerate(result.tokens):
+                    # as if `token` alone had been sampled after everything before it
+                    self.n_tokens = start + k
+                    self._surplus = result.tokens[k:-1]
+                    self.last_token_drafted = k < result.n_accepted
+                    seen = self.n_tokens
+                    if stop is not None and stop(self._input_ids[:seen], self._scores[0, :]):
+                        return
+                    record.pause()
+                    yield token
+                    record.resume()
+                    self._check_turn(turn)
+                    self.input_ids[seen : seen + 1] = token
+        finally:
+            # The surplus is not rolled back here but by the next call: a recurrent target can go
+            # back only once, and the next prompt may want to go back further.
+            if self._turn is turn:
+                if self._surplus:
+                    self._sampler = None  # it has accepted tokens that nobody has seen
+                self._take_turn()
+
+    def _round(self, turn: object, sampler: Any, token: int, room: int) -> StepResult:
+        with self._lock:
+            self._check_turn(turn)
+            session, n = self._session, self.n_tokens
+            if session.n_past > n:
+                self._rewind(session, n)
+            self._requires_eval = True  # the logits at hand will be those of the block's last row
+            if session.n_past == n:
+                result = session.step(sampler.sampler, token, room)
+            else:
+                # positions that the session has not seen (an image): one plain token joins them
+                self._feed([token])
+                self.n_tokens = n
+                result = StepResult((int(sampler.sample(self._ctx)),), 0)
+            self.input_ids[n : n + 1] = token
+            return result
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        self._need_open()
+        wanted = _COMPLETION.bind(self, *args, **kwargs).arguments.get("max_tokens", 16)
+        self._limit = wanted if wanted is not None and wanted > 0 else None
+        try:
+            yield from super()._create_completion(*args, **kwargs)
+        finally:
+            self._limit = None
