@@ -157,7 +157,7 @@ def convert_draft(
     """Convert a checkpoint with the project's converter; returns `out`."""
     from dflash_convert import convert
 
-    convert(Path(checkpoint), target=Path(target), outtype=outtype, outfile=Path(out), force=True)
+    convert(checkpoint, target, out, outtype, force=True)
     return Path(out)
 
 
