@@ -43,6 +43,11 @@ DFLASH_E_MEMORY = 5
 DFLASH_E_DECODE = 6
 DFLASH_E_INTERNAL = 7
 
+# enum dflash_verify
+DFLASH_VERIFY_AUTO = 0
+DFLASH_VERIFY_REJECT = 1
+DFLASH_VERIFY_MATCH = 2
+
 # from llama.h
 llama_token = c_int32
 llama_pos = c_int32
@@ -68,6 +73,7 @@ class dflash_params(Structure):
         ("type_k", c_int32),
         ("type_v", c_int32),
         ("flash_attn", c_int32),
+        ("verify", c_int32),
     ]
 
 
@@ -92,6 +98,11 @@ class dflash_stats(Structure):
         ("t_sample_ms", c_double),
         ("n_drafted_per_pos", c_int64 * DFLASH_MAX_DRAFT),
         ("n_accepted_per_pos", c_int64 * DFLASH_MAX_DRAFT),
+        ("n_rounds_reject", c_int64),
+        ("n_rounds_greedy", c_int64),
+        ("n_visited", c_int64),
+        ("sum_overlap", c_double),
+        ("sum_top", c_double),
     ]
 
 

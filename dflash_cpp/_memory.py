@@ -20,13 +20,15 @@ _capi.api()  # points llama_cpp at our libraries: must come before its first imp
 import llama_cpp  # noqa: E402
 from llama_cpp import _internals  # noqa: E402
 
+__all__ = ["TargetMemory", "llama_cpp"]
+
 if TYPE_CHECKING:
     from llama_cpp.llama import LlamaState
 
     from .stats import Recorder
 
 
-class _TargetContext(_internals.LlamaContext):  # type: ignore[misc]
+class _TargetContext(_internals.LlamaContext):
     """Tells the session about the one cut that `Llama.generate` makes by itself."""
 
     _dflash_owner: weakref.ref[TargetMemory]
@@ -38,7 +40,7 @@ class _TargetContext(_internals.LlamaContext):  # type: ignore[misc]
         return bool(super().kv_cache_seq_rm(seq_id, p0, p1))
 
 
-class TargetMemory(llama_cpp.Llama):  # type: ignore[misc]
+class TargetMemory(llama_cpp.Llama):
     """A `Llama` that tells a session about every token it evaluates or forgets."""
 
     # defaults of the class, so that close() works however far __init__ came
@@ -55,7 +57,7 @@ class TargetMemory(llama_cpp.Llama):  # type: ignore[misc]
         self._closed = False
         super().__init__(model_path, **kwargs)
         self._ctx.__class__ = _TargetContext
-        self._ctx._dflash_owner = weakref.ref(self)
+        vars(self._ctx)["_dflash_owner"] = weakref.ref(self)
 
     # `Llama` has no keyword for the number of snapshots: slip it in when the parameters are made
     @property
@@ -88,13 +90,13 @@ class TargetMemory(llama_cpp.Llama):  # type: ignore[misc]
                 super().eval(tokens)
             else:
                 for i in range(0, len(tokens), self.n_batch):
-                    self._feed(tokens[i : i + self.n_batch])
+                    self._feed(self._session, tokens[i : i + self.n_batch])
             if self._record is not None:
                 self._record.fed(len(tokens))
 
-    def _feed(self, tokens: Sequence[int]) -> None:
+    def _feed(self, session: Session, tokens: Sequence[int]) -> None:
         """Decode at most n_batch tokens at n_tokens, in target and draft."""
-        session, n = self._session, self.n_tokens
+        n = self.n_tokens
         if session.n_past > n:
             self._rewind(session, n)
         if session.n_past == n:
@@ -138,7 +140,7 @@ class TargetMemory(llama_cpp.Llama):  # type: ignore[misc]
         with self._lock:
             self._need_open()
             self._take_turn()
-            super().reset()
+            super().reset()  # type: ignore[no-untyped-call]
             self._blind = 0
             if self._session is not None:
                 self._session.rollback(0)

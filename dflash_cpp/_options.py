@@ -9,6 +9,7 @@ from typing import Any
 
 from . import _capi
 from .errors import DFlashArgumentError
+from .session import check_verify
 
 OFF_SWITCH = "speculate is False"
 OFF_PROCESSOR = (
@@ -43,8 +44,10 @@ def check_keywords(kwargs: dict[str, Any], known: Collection[str]) -> None:
             raise TypeError(f"DFlashLlama() got an unexpected keyword argument {name!r}{also}")
 
 
-def check_arguments(model_path: object, draft_path: object, n_draft: object, p_min: object) -> None:
-    """Refuse wrong types (TypeError) and numbers out of range (DFlashArgumentError)."""
+def check_arguments(
+    model_path: object, draft_path: object, n_draft: object, p_min: object, verify: object
+) -> None:
+    """Refuse wrong types (TypeError) and values out of range (DFlashArgumentError)."""
     for name, path in (("model_path", model_path), ("draft_path", draft_path)):
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
@@ -61,6 +64,7 @@ def check_arguments(model_path: object, draft_path: object, n_draft: object, p_m
         raise TypeError(f"p_min is {p_min!r}, expected a number from 0 to 1")
     if not 0.0 <= p_min <= 1.0:
         raise DFlashArgumentError(f"p_min is {p_min}, expected a number from 0 to 1")
+    check_verify(verify)
 
 
 def why_off(kwargs: Mapping[str, Any]) -> str | None:
@@ -84,7 +88,8 @@ def snapshots(n_draft: int | None, block_size: int | None, kwargs: Mapping[str, 
         kwargs: Keywords of `Llama`: n_ctx, n_batch and n_ubatch set the limit.
     """
     wanted = n_draft or (block_size or _USUAL_BLOCK) - 1
-    n_batch = kwargs.get("n_batch", 512)
+    n_batch: int = kwargs.get("n_batch", 512)
     n_batch = min(kwargs.get("n_ctx", 512) or n_batch, n_batch)
     # llama.cpp wants the block and every state in one micro-batch
-    return max(0, min(wanted, min(n_batch, kwargs.get("n_ubatch", 512)) - 2))
+    n_ubatch: int = min(n_batch, kwargs.get("n_ubatch", 512))
+    return max(0, min(wanted, n_ubatch - 2))

@@ -31,16 +31,20 @@ _COMPLETION = inspect.signature(llama_cpp.Llama._create_completion)
 class DFlashLlama(TargetMemory):
     """A `llama_cpp.Llama` that drafts blocks of tokens with a DFlash draft.
 
-    The text is that of `Llama` with the same arguments: the target's sampler chain chooses every
-    token, in the same order. A call that speculation cannot serve (a Python logits processor,
-    `logits_all`, embeddings) decodes plainly; `last_stats.reason` says why. Tokens that a caller
-    sends into `generate` are proposals in `Llama`, which never change the text: they are ignored.
+    Greedy text is that of `Llama`. Sampled text has the same distribution; with `verify="match"` it
+    is the very text of `Llama` with the same seed. A call that speculation cannot serve (a Python
+    logits processor, `logits_all`, embeddings) decodes plainly; `last_stats.reason` says why.
+    Tokens that a caller sends into `generate` are proposals in `Llama`, which never change the
+    text: they are ignored.
 
     Args:
         model_path: GGUF file of the target.
         draft_path: GGUF file of the draft.
         n_draft: Tokens to draft per round, 1 to block - 1; None for block - 1.
         p_min: Stop a draft before the first token less probable than this, 0 to 1.
+        verify: How a sampled text is verified: `auto` (rejection sampling where the request has a
+            distribution, else match), `reject` (the same, always with a sampled draft) or `match`
+            (a seed gives the same text as without a draft). Greedy text is the same under all.
         speculate: False decodes plainly and loads no draft until `speculate` is set to True.
         draft_trace: Record every round for `draft_trace()`; slow.
         n_gpu_layers_draft: Layers of the draft on the GPU, -1 for all; None for all if the target
@@ -60,17 +64,19 @@ class DFlashLlama(TargetMemory):
         draft_path: str | os.PathLike[str],
         n_draft: int | None = None,
         p_min: float = 0.0,
+        verify: str = "auto",
         speculate: bool = True,
         draft_trace: bool = False,
         n_gpu_layers_draft: int | None = None,
         **kwargs: Any,
     ):
         _options.check_keywords(kwargs, _LLAMA_KEYWORDS)
-        _options.check_arguments(model_path, draft_path, n_draft, p_min)
+        _options.check_arguments(model_path, draft_path, n_draft, p_min, verify)
         self._draft_path = os.fspath(draft_path)
         self._draft_options: dict[str, Any] = {
             "n_draft": n_draft,
             "p_min": float(p_min),
+            "verify": verify,
             "n_gpu_layers": _options.draft_layers(
                 n_gpu_layers_draft, kwargs.get("n_gpu_layers", 0)
             ),
@@ -109,16 +115,17 @@ class DFlashLlama(TargetMemory):
         with self._lock:
             self._need_open()
             self._speculate = bool(value)
-            if self._off is not None or self._speculate == (self._session is not None):
+            session = self._session
+            if self._off is not None or self._speculate == (session is not None):
                 return
             self._take_turn()
             self._requires_eval = True  # the switch may rearrange the buffer of the logits
-            if self._speculate:
+            if session is None:
                 self._session = Session(self, self._draft_path, **self._draft_options)
                 self._blind = self.n_tokens
             else:
-                self._rewind(self._session, min(self.n_tokens, self._session.n_past))
-                session, self._session = self._session, None
+                self._rewind(session, min(self.n_tokens, session.n_past))
+                self._session = None
                 session.close()
 
     @property
@@ -133,9 +140,9 @@ class DFlashLlama(TargetMemory):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["draft_model"]
-        names = ("n_draft", "p_min")
+        names = ("n_draft", "p_min", "verify")
         return (
             state
             | {name: self._draft_options[name] for name in names}
@@ -180,7 +187,8 @@ class DFlashLlama(TargetMemory):
             if session is None:
                 yield from self._plain(base, record)
             else:
-                yield from self._drafted(base, record, call.get("stopping_criteria"), limit)
+                stop = call.get("stopping_criteria")
+                yield from self._drafted(session, base, record, stop, limit)
         finally:
             base.close()
             record.finish()
@@ -210,7 +218,9 @@ class DFlashLlama(TargetMemory):
         except StopIteration:
             return
 
-    def _drafted(self, base: Tokens, record: Recorder, stop: Any, limit: int | None) -> Tokens:
+    def _drafted(
+        self, session: Session, base: Tokens, record: Recorder, stop: Any, limit: int | None
+    ) -> Tokens:
         """Take the first token from `Llama`, all others from rounds of the session."""
         record.resume()
         with self._lock:
@@ -228,7 +238,7 @@ class DFlashLlama(TargetMemory):
             record.resume()
             while True:
                 room = -1 if limit is None else max(0, limit - record.emitted - 1)
-                result = self._round(turn, sampler, token, room)
+                result = self._round(turn, session, sampler, token, room)
                 start = self.n_tokens + 1
                 for k, token in enumerate(result.tokens):
                     # as if `token` alone had been sampled after everything before it
@@ -251,10 +261,12 @@ class DFlashLlama(TargetMemory):
                     self._sampler = None  # it has accepted tokens that nobody has seen
                 self._take_turn()
 
-    def _round(self, turn: object, sampler: Any, token: int, room: int) -> StepResult:
+    def _round(
+        self, turn: object, session: Session, sampler: Any, token: int, room: int
+    ) -> StepResult:
         with self._lock:
             self._check_turn(turn)
-            session, n = self._session, self.n_tokens
+            n = self.n_tokens
             if session.n_past > n:
                 self._rewind(session, n)
             self._requires_eval = True  # the logits at hand will be those of the block's last row
@@ -262,7 +274,7 @@ class DFlashLlama(TargetMemory):
                 result = session.step(sampler.sampler, token, room)
             else:
                 # positions that the session has not seen (an image): one plain token joins them
-                self._feed([token])
+                self._feed(session, [token])
                 self.n_tokens = n
                 result = StepResult((int(sampler.sample(self._ctx)),), 0)
             self.input_ids[n : n + 1] = token

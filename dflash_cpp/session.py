@@ -43,6 +43,13 @@ class RoundTrace:
     logits: npt.NDArray[np.float32]
 
 
+VERIFY = {
+    "auto": _capi.DFLASH_VERIFY_AUTO,
+    "reject": _capi.DFLASH_VERIFY_REJECT,
+    "match": _capi.DFLASH_VERIFY_MATCH,
+}
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Tokens of one round: the first `n_accepted` came from the draft."""
@@ -62,6 +69,18 @@ def check_pair(target_path: str | os.PathLike[str], draft_path: str | os.PathLik
     _capi.check(api.dflash_check_pair(_path(target_path), _path(draft_path)))
 
 
+def check_verify(verify: object) -> int:
+    """Return the code of an acceptance rule, one of `VERIFY`.
+
+    Raises:
+        DFlashArgumentError: There is no such rule.
+    """
+    if not isinstance(verify, str) or verify not in VERIFY:
+        names = ", ".join(f"`{name}`" for name in VERIFY)
+        raise DFlashArgumentError(f"verify is `{verify}`, expected one of {names}")
+    return VERIFY[verify]
+
+
 class Session:
     """A draft model loaded beside a target context; see `dflash.h` for the rules.
 
@@ -77,6 +96,9 @@ class Session:
         n_threads, n_threads_batch: 0 for the target's.
         use_mmap: Map the draft file instead of reading it.
         trace: Record every round for `trace()`; slow.
+        verify: How a sampled text is verified: `auto` (rejection sampling where the chain has a
+            distribution), `reject` (the same, always with a sampled draft) or `match` (a seed
+            gives the same text as without a draft). All leave the target's distribution intact.
 
     Raises:
         DFlashPairError, DFlashFileError, DFlashTargetError, DFlashArgumentError,
@@ -95,6 +117,7 @@ class Session:
         n_threads_batch: int = 0,
         use_mmap: bool = True,
         trace: bool = False,
+        verify: str = "auto",
     ):
         self._api = _capi.api()
         self._lock = threading.RLock()
@@ -110,6 +133,7 @@ class Session:
         params.n_threads_batch = n_threads_batch
         params.use_mmap = use_mmap
         params.trace = trace
+        params.verify = check_verify(verify)
 
         handle = _capi.dflash_session_p()
         _capi.check(
@@ -255,7 +279,7 @@ class Session:
         return self._handle
 
 
-def _free(api: ctypes.CDLL, handle: int, pid: int) -> None:
+def _free(api: ctypes.CDLL, handle: int | None, pid: int) -> None:
     # threads of the parent do not exist in a forked child: freeing there could wait for ever
     if os.getpid() == pid:
         api.dflash_session_close(handle)

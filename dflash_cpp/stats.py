@@ -13,6 +13,7 @@ MODE_DRAFT = "draft-dflash"
 MODE_PLAIN = "plain"
 RULE_GREEDY = "greedy"
 RULE_MATCH = "match"
+RULE_REJECT = "reject"
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,16 @@ class DraftStats:
     Attributes:
         mode: `draft-dflash`, or `plain` when speculation did not apply.
         reason: Why it was plain, or what the draft had to do without; None if neither.
-        rule: `greedy` (arg-max) or `match` (a draft token counts if the sampler chain chooses it).
+        rule: `greedy` (arg-max), `match` (a draft token counts if the sampler chain chooses it) or
+            `reject` (rejection sampling with the draft's probabilities).
         rounds: Verification passes with at least one drafted token.
         plain_rounds: Passes of the target without a draft, those of the prompt excepted.
         drafted, accepted: Tokens proposed by the draft; of these, accepted by the target.
+        reject_rounds: Of the rounds, those verified by rejection sampling.
+        greedy_draft_rounds: Of these, those with the draft's likeliest tokens instead of drawn ones.
+        visited: Positions where the distributions of target (p) and draft (q) were compared.
+        overlap: Mean sum of min(p, q) there: how often a drawn draft token is accepted.
+        top: Mean p of the draft's likeliest token there: how often that one is accepted.
         emitted: Tokens handed to the caller. The last block may hold more than the caller took.
         per_position_drafted, per_position_accepted: The same per position of the block, from 1.
         prompt_tokens: Tokens of the prompt that were decoded; a kept prefix does not count.
@@ -42,6 +49,11 @@ class DraftStats:
     plain_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    reject_rounds: int = 0
+    greedy_draft_rounds: int = 0
+    visited: int = 0
+    overlap: float | None = None
+    top: float | None = None
     emitted: int = 0
     per_position_drafted: tuple[int, ...] = ()
     per_position_accepted: tuple[int, ...] = ()
@@ -96,6 +108,10 @@ class DraftStats:
             "draft_plain_rounds": self.plain_rounds if spoke else None,
             "draft_n": self.drafted if spoke else None,
             "draft_n_accepted": self.accepted if spoke else None,
+            "draft_n_rounds_reject": self.reject_rounds if spoke else None,
+            "draft_n_rounds_greedy": self.greedy_draft_rounds if spoke else None,
+            "draft_overlap": self.overlap,
+            "draft_top": self.top,
             "draft_acceptance_rate": self.acceptance_rate,
             "draft_mean_accepted_length": self.mean_accepted_length,
             "draft_n_per_pos": list(self.per_position_drafted) if spoke else None,
@@ -176,12 +192,21 @@ class Recorder:
             return DraftStats(mode=MODE_PLAIN if before is None else MODE_DRAFT, **common)
         now = session.stats()
         span = range(self._n_draft)
+        if now.n_rounds_reject > before.n_rounds_reject:
+            common["rule"] = RULE_REJECT
+        visited = now.n_visited - before.n_visited
+        if visited:
+            common["overlap"] = (now.sum_overlap - before.sum_overlap) / visited
+            common["top"] = (now.sum_top - before.sum_top) / visited
         return DraftStats(
             mode=MODE_DRAFT,
             rounds=now.n_rounds - before.n_rounds,
             plain_rounds=now.n_plain - before.n_plain,
             drafted=now.n_drafted - before.n_drafted,
             accepted=now.n_accepted - before.n_accepted,
+            reject_rounds=now.n_rounds_reject - before.n_rounds_reject,
+            greedy_draft_rounds=now.n_rounds_greedy - before.n_rounds_greedy,
+            visited=visited,
             per_position_drafted=tuple(
                 now.n_drafted_per_pos[i] - before.n_drafted_per_pos[i] for i in span
             ),

@@ -161,16 +161,13 @@ def _generator(folder: Path) -> list[str]:
 
 
 def _install(cmake: str, folder: Path) -> None:
-    """Installs, and removes what the last installation of any folder left over."""
-    listing = ROOT / "build" / "installed.txt"
-    before = set(listing.read_text().splitlines()) if listing.is_file() else set()
+    """Installs, and removes from these folders, which only hold build products, all else."""
     _run([cmake, "--install", str(folder)], "installing", quiet=True)
-    now = set((folder / "install_manifest.txt").read_text().splitlines())
-    inside = ROOT / "dflash_cpp"
-    for path in before - now:
-        if Path(path).is_relative_to(inside):
-            Path(path).unlink(missing_ok=True)
-    listing.write_text("".join(f"{path}\n" for path in sorted(now)))
+    installed = set((folder / "install_manifest.txt").read_text().splitlines())
+    for name in ("lib", "bin", "include"):
+        for path in (ROOT / "dflash_cpp" / name).rglob("*"):
+            if (path.is_symlink() or path.is_file()) and str(path) not in installed:
+                path.unlink()
 
 
 def _run(command: list[str], what: str, quiet: bool = False) -> None:

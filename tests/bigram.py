@@ -1,15 +1,18 @@
-"""BIGRAM: a constructed pair whose greedy text is known in advance, so that drafting can be checked as a number.
+"""BIGRAM: a constructed pair whose text is known in advance, so that drafting becomes a number.
 
-The target's next token is a fixed function of the last one: every token belongs to one of `N_CLASSES` classes, and the
-next token is the one that stands for the following class. The draft encodes the same function, but needs everything
-to be wired as in training, or it loses acceptance:
+The target's next token is a fixed function of the last one: every token belongs to one of
+`N_CLASSES` classes, and the next token is the one that stands for the following class. The draft
+encodes the same function, but needs everything to be wired as in training, or it loses acceptance:
 
-* attention to the anchor's embedding decides which candidates get a high logit (the next `top_k` classes, all tied);
-* the selector's codebooks decide among them, so the walk must start at the anchor and follow its own choices;
-* the selector's gate is positive only if the features are the right target layers in the right order, because every
-  target layer adds a constant of its own to the residual stream.
+* attention to the anchor's embedding decides which candidates get a high logit (the next `top_k`
+  classes, all tied);
+* the selector's codebooks decide among them, so the walk must start at the anchor and follow its
+  own choices;
+* the selector's gate is positive only if the features are the right target layers in the right
+  order, because every target layer adds a constant of its own to the residual stream.
 
-All of it sits on separate coordinates of the hidden state, so sums are exact and the acceptance is exactly 100 %.
+All of it sits on separate coordinates of the hidden state, so sums are exact and the acceptance is
+exactly 100 %.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 import tiny
 from tiny_checkpoint import draft_config, draft_tensors, make_draft_checkpoint
 
@@ -30,6 +32,7 @@ HEAD_DIM = 64  # of the draft: one value per class
 CLASS, WINDOW = 0, N_CLASSES  # which class a token has; which classes come next
 DRIFT = 2 * N_CLASSES  # what the target's mixers add for each class
 TOKEN, MASK, CONTEXT, GATE, FLAG = (3 * N_CLASSES + i for i in range(5))  # FLAG + i: layer i
+SPARE = 224  # nothing above depends on these: room for random values
 
 # drift is kept this small in the hidden state, so that norms and with them the flags hardly change
 _FAINT = 1e-3
@@ -76,6 +79,7 @@ def make_bigram(
     outtype: str = "f32",
     wrong: float = 0.0,
     drift: float = 0.0,
+    busy: bool = False,
     top_k: int = 16,
     target_layer_ids: tuple[int, ...] = (0, 2),
     **draft: Any,
@@ -85,14 +89,20 @@ def make_bigram(
     Args:
         directory: where to write.
         arch: architecture of the target.
-        seed: of everything random: which tokens stand for which class, the wrong classes, the drift.
+        seed: of everything random: which tokens stand for which class, the wrong classes, the
+            drift.
         dtype, outtype: types of the target's and the draft's matrices.
-        wrong: share of the classes whose successor the draft gets wrong (it proposes the one after).
-        drift: strength of the target's attention and recurrent layers, which are off at 0. At about 0.5 some
-            next tokens depend on the whole context, so text and acceptance show whether state was kept right.
+        wrong: share of the classes whose successor the draft gets wrong (it proposes the one
+            after).
+        drift: strength of the target's attention and recurrent layers, which are off at 0. At 0.28
+            (qwen35: 0.15) many next tokens depend on the context and rounds accept any number of
+            tokens, so text and acceptance show whether state was kept right.
+        busy: give the draft random weights that read everything and write to coordinates of their
+            own: hidden states then depend on all features, while the proposals stay.
         top_k: candidates per position.
         target_layer_ids: taps of the draft.
-        draft: further arguments of `make_draft_checkpoint`, for instance block, layers, layer_types, is_causal.
+        draft: further arguments of `make_draft_checkpoint`, for instance block, layers,
+            layer_types, is_causal.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +132,10 @@ def make_bigram(
         "sliding_window": 64,
     } | draft
     config = draft_config(dtype="f32", **options)
-    weights = _draft(config, draft_tensors(config), classes, cycle, bad)
+    random = draft_tensors(config, seed=seed)
+    weights = _draft(config, random, classes, cycle, bad)
+    if busy:
+        _add_noise(weights, random)
     checkpoint = make_draft_checkpoint(
         directory / "checkpoint", dtype="f32", tensors=weights, **options
     )
@@ -199,7 +212,8 @@ def _draft(
         fc[GATE, tap * hidden + FLAG + layer] = 1.0
         fc[GATE, tap * hidden + FLAG + layer + 1] = -2.0
 
-    # head 0 looks at the anchor only, head 1 at the context only; the slowest rotation hardly depends on distance
+    # head 0 looks at the anchor only, head 1 at the context only; the slowest rotation hardly
+    # depends on distance
     attention = "layers.0.self_attn."
     slow = HEAD_DIM // 2 - 1
     q, key, v, o = (weights[f"{attention}{p}_proj.weight"] for p in "qkvo")
@@ -210,8 +224,11 @@ def _draft(
     key[HEAD_DIM + slow, [TOKEN, MASK, CONTEXT]] = -1.0, -1.0, 1.0
     v[np.arange(N_CLASSES), CLASS + np.arange(N_CLASSES)] = 1.0
     v[HEAD_DIM, GATE] = 1.0
-    # convolution: the side after attention turns the gate's sign back and gets the window's weight from the input
-    base, projection = (weights[f"layers.0.attention_conv.{p}"] for p in ("base_kernel", "kernel_projection.weight"))
+    # convolution: the side after attention turns the gate's sign back and gets the window's weight
+    # from the input
+    base, projection = (
+        weights[f"layers.0.attention_conv.{p}"] for p in ("base_kernel", "kernel_projection.weight")
+    )
     base[1, 0, GATE] = -1.0
     base[1, 0, WINDOW : WINDOW + N_CLASSES] = 0.0
     n_groups, first = hidden // own["conv_group_size"], WINDOW // own["conv_group_size"]
@@ -229,3 +246,17 @@ def _draft(
     successor[cycle, np.arange(N_CLASSES) % rank] = 1.0
     weights["candidate_selector.hidden_projection.weight"][:, GATE] = 1.0
     return weights
+
+
+def _add_noise(weights: dict[str, np.ndarray], random: dict[str, np.ndarray]) -> None:
+    """Random values wherever they end in the spare coordinates only."""
+    for name, values in weights.items():
+        if name == "fc.weight" or name.endswith(("o_proj.weight", "down_proj.weight")):
+            values[SPARE:] = random[name][SPARE:]
+        elif "gate_proj" in name or "up_proj" in name:
+            values[:] = random[name]
+        elif name.startswith("layers.1.") and "norm" not in name and "_conv" not in name:
+            if not name.endswith(("o_proj.weight", "down_proj.weight")):
+                values[:] = random[name]
+        elif name.endswith("base_kernel"):
+            values[..., SPARE:] = random[name][..., SPARE:]

@@ -1,7 +1,7 @@
-"""The reference implementation (PyPI `dflash`, transformers, torch on CPU in F32) behind a few plain functions.
+"""The reference (PyPI `dflash`, transformers, torch on CPU in F32) behind a few plain functions.
 
-Nothing here uses the code under test or llama.cpp: targets are rebuilt from the values in a GGUF file as transformers
-models, drafts are loaded from their checkpoint by the reference itself.
+Nothing here uses the code under test or llama.cpp: targets are rebuilt from the values in a GGUF
+file as transformers models, drafts are loaded from their checkpoint by the reference itself.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
+from dflash import model as reference
 from dflash.model import DFlash2DraftModel, dflash_generate, extract_context_feature
+from gguf_files import GGUFFile
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -24,6 +25,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging
+
+logging.disable_progress_bar()
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -46,25 +50,6 @@ _LAYER_NAMES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-
-
-class GGUFFile:
-    """Metadata and dequantised tensors of a GGUF file."""
-
-    def __init__(self, path: Path | str) -> None:
-        self._reader = gguf.GGUFReader(str(path))
-        self.tensors = {t.name: t for t in self._reader.tensors}
-        self.arch: str = self.field("general.architecture")
-
-    def field(self, key: str, default: Any = None) -> Any:
-        """Value of a key; `{arch}` stands for the architecture's prefix."""
-        found = self._reader.get_field(key.replace("{arch}", getattr(self, "arch", "")))
-        return default if found is None else found.contents()
-
-    def values(self, name: str) -> np.ndarray:
-        """F32 values of a tensor, [n_out, n_in] for a matrix."""
-        tensor = self.tensors[name]
-        return gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
 
 
 def load_target(path: Path | str) -> nn.Module:
@@ -174,7 +159,7 @@ def _layer(file: GGUFFile, kind: str, values: np.ndarray, shape: dict[str, Any])
 
 
 def _norm(file: GGUFFile, kind: str, values: np.ndarray) -> np.ndarray:
-    """qwen35 checkpoints hold norm weights around 0, GGUF around 1; the gated norm is an exception."""
+    """qwen35 checkpoints hold norm weights around 0 (but the gated norm), GGUF around 1."""
     is_shifted = file.arch == "qwen35" and kind.endswith("norm") and kind != "ssm_norm"
     return values - 1.0 if is_shifted else values
 
@@ -221,7 +206,13 @@ class ReferenceDraft:
 
     @property
     def block_size(self) -> int:
+        """Tokens of a block, the anchor included."""
         return self.model.block_size
+
+    @property
+    def top_k(self) -> int:
+        """Candidates per position."""
+        return self.model.candidate_selector.top_k
 
     def _value(self, name: str, default: Any) -> Any:
         return self.config.get("dflash_config", {}).get(name, self.config.get(name, default))
@@ -247,27 +238,37 @@ class ReferenceDraft:
         logits = self.model.compute_logits(hidden, self.head)
         anchor_ids = torch.tensor([anchor])
         path, candidate_sets, _ = self.model.propose(hidden, anchor_ids, self.head, 0.0)
-        block = self._lattice(hidden[0], logits[0], anchor, path[0])
-        for ours, theirs in zip(block.candidates, candidate_sets[0].tolist(), strict=True):
+        order = torch.sort(logits[0], dim=-1, descending=True, stable=True).indices
+        candidates = order[:, : self.top_k].numpy()
+        for ours, theirs in zip(candidates, candidate_sets[0].tolist(), strict=True):
             assert set(ours.tolist()) == set(theirs), "candidates differ from the reference's own"
-        return block
+        lattice = self.lattice(hidden[0].numpy(), logits[0].numpy(), anchor, candidates)
+        scores = along_path(lattice, candidates, path[0].tolist())
+        arrays = (t.numpy() for t in (hidden[0], logits[0]))
+        return Block(*arrays, candidates, lattice, scores, path[0].numpy())
 
-    def _lattice(
-        self, hidden: torch.Tensor, logits: torch.Tensor, anchor: int, path: torch.Tensor
-    ) -> Block:
-        """All pairwise scores; the reference itself computes only the rows along its path."""
+    @torch.inference_mode()
+    def lattice(
+        self, hidden: np.ndarray, logits: np.ndarray, anchor: int, candidates: np.ndarray
+    ) -> np.ndarray:
+        """Scores of all pairs of neighbouring candidates; the reference computes a path only.
+
+        Args:
+            hidden, logits: of the block, F32 [n, n_embd] and [n, n_vocab].
+            anchor: the token before the first row.
+            candidates: ids [n, k].
+
+        Returns:
+            F32 [n, k, k]; [i, p, c] is candidate c of row i after candidate p of row i - 1. In row
+            0 all p are the anchor.
+        """
         selector = self.model.candidate_selector
-        order = torch.sort(logits, dim=-1, descending=True, stable=True)
-        unary, candidates = (t[:, : selector.top_k] for t in order)
-        predecessors = torch.cat([torch.full_like(candidates[:1], anchor), candidates[:-1]])
-        gate = selector.hidden_projection(hidden)[:, None]
+        chosen = torch.from_numpy(np.ascontiguousarray(candidates, np.int64))
+        predecessors = torch.cat([torch.full_like(chosen[:1], anchor), chosen[:-1]])
+        unary = torch.from_numpy(logits).gather(1, chosen)
+        gate = selector.hidden_projection(torch.from_numpy(hidden))[:, None]
         left = selector.predecessor_codebook(predecessors) * gate
-        lattice = left @ selector.successor_codebook(candidates).mT + unary[:, None]
-        rows = [0]
-        for i in range(len(path) - 1):
-            rows.append(int((candidates[i] == path[i]).nonzero()[0, 0]))
-        scores = lattice[torch.arange(len(rows)), rows]
-        return Block(*(t.numpy() for t in (hidden, logits, candidates, lattice, scores, path)))
+        return (left @ selector.successor_codebook(chosen).mT + unary[:, None]).numpy()
 
     @torch.inference_mode()
     def generate(
@@ -279,8 +280,6 @@ class ReferenceDraft:
             The generated ids, and the number of tokens that each round produced.
         """
         # its statistics need CUDA for the clock only; the lengths are recorded regardless
-        from dflash import model as reference
-
         clock, reference._cuda_time = reference._cuda_time, lambda: 0.0
         try:
             result = dflash_generate(
@@ -294,6 +293,15 @@ class ReferenceDraft:
         finally:
             reference._cuda_time = clock
         return result.output_ids[0, len(prompt) :].tolist(), list(result.acceptance_lengths)
+
+
+def along_path(lattice: np.ndarray, candidates: np.ndarray, path: list[int]) -> np.ndarray:
+    """Rows of a lattice [n, k, k] that a walk over `path` reads, [len(path), k]."""
+    row, out = 0, []
+    for i, token in enumerate(path):
+        out.append(lattice[i, row])
+        row = candidates[i].tolist().index(token)
+    return np.stack(out)
 
 
 @torch.inference_mode()

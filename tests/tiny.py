@@ -1,6 +1,7 @@
-"""Tiny targets with random weights, written as GGUF, and drafts that fit them. Nothing is downloaded.
+"""Tiny targets with random weights, written as GGUF, and drafts that fit them; no download.
 
-Architectures: `llama`, `qwen3` and the hybrid `qwen35` (gated-delta-net layers beside attention, M-RoPE).
+Architectures: `llama`, `qwen3` and the hybrid `qwen35` (gated-delta-net layers beside attention,
+    M-RoPE).
 Weights are scaled so that greedy text depends on the context and does not settle on one token.
 """
 
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gguf
 import numpy as np
-
 from tiny_checkpoint import make_draft_checkpoint
 from tiny_vocab import Vocab, make_vocab
 
@@ -113,7 +113,7 @@ def make_pair(
     target: Mapping[str, Any] | None = None,
     **draft: Any,
 ) -> Pair:
-    """Write a target, a DFlash 2 checkpoint that fits it, and the converted draft, all with random weights.
+    """Write a target, a DFlash 2 checkpoint that fits it, and the converted draft.
 
     Args:
         directory: where to write `target.gguf`, `checkpoint/` and `draft-{outtype}.gguf`.
@@ -121,7 +121,8 @@ def make_pair(
         seed: of all weights.
         dtype, outtype: types of the target's and the draft's matrices.
         target: fields of `TargetSpec`.
-        draft: arguments of `tiny_checkpoint.make_draft_checkpoint`, for instance layers, block, taps, group, top_k.
+        draft: arguments of `tiny_checkpoint.make_draft_checkpoint`, for instance layers, block,
+            taps, group, top_k.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,8 @@ def random_tensors(spec: TargetSpec, seed: int) -> Iterator[tuple[str, np.ndarra
     yield "output_norm.weight", norm(spec.n_embd)
     if not spec.tied:
         head = matrix(spec.n_vocab, spec.n_embd, gain=3.0)
-        # a zero row gives logit 0, which greedy decoding never picks among hundreds of random logits
+        # a zero row gives logit 0, which greedy decoding never picks among hundreds of random
+        # logits
         silent = np.ones(spec.n_vocab, bool)
         silent[list(vocab.text_ids)] = False
         if spec.stops:

@@ -1,7 +1,7 @@
 """Small but complete vocabularies for generated models: byte-level BPE and SentencePiece-like.
 
-Any text can be encoded, every id can be decoded, and the usual special tokens exist, so llama.cpp treats the
-models like real ones.
+Any text can be encoded, every id can be decoded, and the usual special tokens exist, so llama.cpp
+treats the models like real ones.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def make_vocab(n_vocab: int = 512, *, kind: str = "bpe", pre: str = "gpt-2") -> 
 
     Args:
         n_vocab: number of tokens, at least 300 for "bpe" and 400 for "spm".
-        kind: "bpe" (byte-level, special tokens last) or "spm" (byte fall-back, special tokens first).
+        kind: "bpe" (byte-level, special tokens last) or "spm" (byte fall-back, special tokens
+            first).
         pre: pre-tokenizer name for "bpe".
     """
     if kind == "bpe":
@@ -90,7 +91,7 @@ def _byte_symbols() -> list[str]:
 
 
 def _pairs(space: str) -> Iterator[tuple[str, str]]:
-    """Merge rules without end in practice: space + letter, letter pairs, then longer and longer runs."""
+    """Endless merge rules: space + letter, letter pairs, then longer and longer runs."""
     yield from ((space, letter) for letter in LETTERS)
     runs: list[str] = list(LETTERS)
     while True:

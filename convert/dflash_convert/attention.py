@@ -9,6 +9,7 @@ from .keys import KeyReader
 from .schema import LAYER_TYPES
 
 _MAX_WINDOW = 2**31 - 1
+_DEFAULT_WINDOW = 4096
 
 
 def _layer_types(keys: KeyReader, layers: int, window: int | None) -> tuple[str, ...]:
@@ -36,6 +37,8 @@ def read_window(
     `use_swa` is another exporter's way to say that all layers slide.
     """
     size = keys.top("sliding_window", int, None, low=1, high=_MAX_WINDOW)
+    if "sliding_window" not in keys.raw:  # null means none, a missing key Qwen3Config's default
+        size = _DEFAULT_WINDOW
     use = keys.top("use_sliding_window", bool, None)
     types = _layer_types(keys, layers, size)
     if keys.own("use_swa", bool, False):

@@ -28,8 +28,19 @@ class _Commands(TyperGroup):
         """Put the default command in front unless there is a command or an option for the group."""
         own = {name for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts)}
         if args and args[0] not in self.commands and args[0] not in own:
+            _check_mistyped(args[0], list(self.commands))
             args = [_DEFAULT, *args]
         return super().parse_args(ctx, args)
+
+
+def _check_mistyped(word: str, commands: list[str]) -> None:
+    """`dflash-convert inspct x` reads as a directory `inspct`: say what was probably meant."""
+    close = difflib.get_close_matches(word, commands, n=1)
+    if close and not Path(word).exists():
+        raise InputError(
+            f"no command and no checkpoint directory `{word}`",
+            hint=f"did you mean `dflash-convert {close[0]}`?",
+        )
 
 
 app = typer.Typer(
@@ -45,7 +56,9 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the result.")]
-Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="More.")]
+Verbose = Annotated[
+    int, typer.Option("-v", "--verbose", count=True, show_default=False, help="Print the plan.")
+]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar.")]
 
 
@@ -120,7 +133,6 @@ def convert_command(
 ) -> None:
     """Convert a DFlash or DFlash 2 checkpoint to a GGUF that llama.cpp loads."""
     console = Console(json=json, quiet=quiet, verbose=verbose, progress=not no_progress)
-    _check_mistyped(checkpoint)
     from .conversion import convert
 
     result = convert(
@@ -153,17 +165,6 @@ def convert_command(
     if not dry_run:
         console.text(f"next: dflash-cpp run -m {target} -md {result.path}")
     console.result(result.path)
-
-
-def _check_mistyped(checkpoint: Path) -> None:
-    """`dflash-convert inspct x` reads as a directory `inspct`: say what was probably meant."""
-    names = [c.name or "" for c in app.registered_commands]
-    close = difflib.get_close_matches(str(checkpoint), names, n=1)
-    if close and not checkpoint.exists():
-        raise InputError(
-            f"no checkpoint directory `{checkpoint}`",
-            hint=f"did you mean the command `dflash-convert {close[0]}`?",
-        )
 
 
 def _print_plan(console: Console, plan: Any) -> None:

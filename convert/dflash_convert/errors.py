@@ -170,7 +170,10 @@ def _report(console: Console, exc: Exception) -> int:
 def _report_usage(console: Console, exc: Any) -> None:
     """Print Typer's complaint about the command line in the house form."""
     message = str(exc.format_message()) if hasattr(exc, "format_message") else str(exc)
-    message = message.strip().rstrip(".")
+    if type(exc).__name__ == "NoArgsIsHelpError":  # not exported by Typer; its message is the help
+        console.info(message)
+        return
+    message = message.strip().rstrip(".").replace("Value error, ", "")
     context = getattr(exc, "ctx", None)
     hint = None
     if context is not None:

@@ -286,10 +286,9 @@ def layer_name(template: str, layer: int) -> str:
 
 
 def rules_for(version: int, layers: int) -> list[tuple[TensorRule, int]]:
-    """Return every rule that applies to a checkpoint, with the layer it applies to."""
-    out = []
-    for rule in TENSORS:
-        if rule.since <= version:
-            count = layers if "{n}" in rule.source else 1
-            out += [(rule, i) for i in range(count)]
+    """Return every rule that applies to a checkpoint, with the layer it applies to (0 for none)."""
+    rules = [rule for rule in TENSORS if rule.since <= version]
+    out = [(rule, 0) for rule in rules if "{n}" not in rule.source]
+    for layer in range(layers):
+        out += [(rule, layer) for rule in rules if "{n}" in rule.source]
     return out

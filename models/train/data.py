@@ -100,7 +100,9 @@ def cmd_heldout(args: argparse.Namespace) -> None:
 def cmd_prompts(args: argparse.Namespace) -> None:
     """Rewrites the templated part of heldout.jsonl; handwritten rows are kept."""
     kept = [r for r in read_lines(args.prompts) if r["origin"] == "handwritten"]
-    made = [r | {"origin": "template"} for r in heldout_prompts(args.count)]
+    trained = {r["prompt"] for r in training_prompts(20_000)}  # templates of numbers only collide
+    made = [r | {"origin": "template"} for r in heldout_prompts(2 * args.count)
+            if r["prompt"] not in trained][: args.count]
     write_lines(args.prompts, kept + made)
     print(f"{args.prompts}: {len(kept)} handwritten, {len(made)} from templates")
 

@@ -35,7 +35,7 @@ def check(patchset: PatchSet, base: Base, tree: Path | None = None) -> list[str]
             problems.append(
                 f"{patch.name}: `{path}` is not as export writes it; run `make patches`"
             )
-    problems += [f"{patchset.owner(path).name}: the base has no file `{path}`"
+    problems += [f"{patchset.owner_name(path)}: the base has no file `{path}`"
                  for path in sorted(touched - set(wanted))]  # fmt: skip
     if tree is not None:
         wanted |= {path: sha256(source.read_bytes()) for path, source in patchset.overlay.items()}

@@ -95,11 +95,10 @@ class PatchSet:
                 owners[path] = patch.name
         overlay = {}
         folder = root / "overlay"
-        for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
-            relative = path.relative_to(folder).as_posix()
-            if path.is_file() and not is_ignored(relative):
-                udiff.checked_path(relative, "patches/overlay")
-                overlay[relative] = path
+        for source in sorted(folder.rglob("*")) if folder.is_dir() else []:
+            relative = source.relative_to(folder).as_posix()
+            if source.is_file() and not is_ignored(relative):
+                overlay[udiff.checked_path(relative, "patches/overlay")] = source
         both = sorted(set(overlay) & set(owners))
         if both:
             raise PatchsetError(
@@ -109,6 +108,10 @@ class PatchSet:
 
     def owner(self, path: str) -> Patch | None:
         return next((patch for patch in self.patches if path in patch.files), None)
+
+    def owner_name(self, path: str) -> str:
+        patch = self.owner(path)
+        return patch.name if patch else ""
 
     def patched_paths(self) -> set[str]:
         return {path for patch in self.patches for path in patch.files}

@@ -182,11 +182,11 @@ def _contents(
         new = _patched_loosely(patchset, path, data, result) if loose else None
         yield path, sha256(data), patchset.patched(path, data) if new is None else new, executable
     if unseen and loose:
-        result.skipped += [f"{patchset.owner(p).name}, `{p}`: no such file" for p in sorted(unseen)]
+        result.skipped += [f"{patchset.owner_name(p)}, `{p}`: no such file" for p in sorted(unseen)]
     elif unseen:
         path = min(unseen)
         raise PatchsetError(
-            f"{patchset.owner(path).name} no longer applies: the base has no file `{path}`"
+            f"{patchset.owner_name(path)} no longer applies: the base has no file `{path}`"
         )
     for path, source in patchset.overlay.items():
         if wanted is None or path in wanted:
@@ -204,7 +204,7 @@ def _patched_loosely(patchset: PatchSet, path: str, data: bytes, result: Applied
             at = min(places, key=lambda i: abs(i - near))
             lines[at : at + len(old)] = hunk.new
         else:
-            result.skipped.append(f"{patch.name}, `{path}`: hunk {number}")
+            result.skipped.append(f"{patchset.owner_name(path)}, `{path}`: hunk {number}")
     return b"".join(lines)
 
 

@@ -161,10 +161,12 @@ def test_installation_removes_what_is_no_longer_built(fake, monkeypatch):
     lib = fake.root / "dflash_cpp/lib"
     monkeypatch.setenv("INSTALLS", f"{lib}/liba.so {lib}/libggml-cuda.so")
     native.main(["cuda"])
-    (lib / "mine.txt").touch()
+    (lib / "libllama.so.0").symlink_to(lib / "liba.so")  # of an older build
+    (lib.parent / "llama.py").touch()
     monkeypatch.setenv("INSTALLS", f"{lib}/liba.so")
     native.main(["release"])
-    assert sorted(path.name for path in lib.iterdir()) == ["liba.so", "mine.txt"]
+    assert [path.name for path in lib.iterdir()] == ["liba.so"]
+    assert (lib.parent / "llama.py").exists()
 
 
 def test_bad_usage(fake, monkeypatch, capsys):

@@ -73,7 +73,7 @@ def test_libraries_and_programs_find_each_other(lib_dir, bin_dir):
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
-def test_program_starts_anywhere(bin_dir, program, tmp_path):
+def test_program_starts_anywhere(lib_dir, bin_dir, program, tmp_path):
     flag = "--version" if program in ("llama-server", "llama-cli") else "--help"
     done = subprocess.run(
         [bin_dir / program, flag],
@@ -83,7 +83,7 @@ def test_program_starts_anywhere(bin_dir, program, tmp_path):
     assert "error while loading shared libraries" not in output
     if flag == "--version":
         assert done.returncode == 0
-        commit = json.loads((ROOT / "dflash_cpp/lib/build-info.json").read_text())["base_commit"]
+        commit = json.loads((lib_dir / "build-info.json").read_text())["base_commit"]
         assert commit == "local source" or commit[:9] in output
     else:
         assert "usage" in output.lower()

@@ -40,14 +40,20 @@ def test_greedy(twins: Twins) -> None:
     assert stats.rule == "greedy"
     assert stats.emitted == len(tokens) == 200
     assert stats.prompt_tokens == len(PROMPT)
-    # the constructed draft is right four times of five: less means that it is fed wrongly
-    assert stats.acceptance_rate > 0.3
-    assert stats.mean_accepted_length == 1 + stats.accepted / stats.rounds > 2.5
+    # the draft knows the target's rule but not its drift: less means that it is fed wrongly
+    assert stats.acceptance_rate > 0.15
+    assert stats.mean_accepted_length == 1 + stats.accepted / stats.rounds > 2
     assert sum(stats.per_position_accepted) == stats.accepted
     assert sum(stats.per_position_drafted) == stats.drafted
     assert all(np.diff(stats.per_position_drafted) <= 0)
     # every round but the first token of the text emits what it accepted and one more
     assert 0 <= stats.rounds + stats.plain_rounds + stats.accepted - (stats.emitted - 1) < 8
+
+
+def test_text_depends_on_context(twins: Twins) -> None:
+    """Otherwise a memory out of step would not show in any comparison here."""
+    text = take(twins.plain, PROMPT, 120, temp=0.0)
+    assert take(twins.plain, PROMPT[:20] + text[60:80], 40, temp=0.0) != text[80:]
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -131,7 +137,6 @@ def test_completion_options(twins: Twins) -> None:
                 llm.create_completion(TEXT, **({"max_tokens": 20, "seed": 1} | o))
             )
         )
-    twins.same(lambda llm: answer(llm.create_completion("", max_tokens=12, seed=1)))
     twins.same(lambda llm: answer(llm.create_completion(PROMPT, max_tokens=12, seed=1)))
 
 

@@ -5,6 +5,7 @@
 
 #include "dflash-draft.h"
 #include "dflash-error.h"
+#include "dflash-slot.h"
 
 // drafts of the first generation have no selector: their logits are sampled on the device, which the base does well
 inline bool dflash_speculative_applies(const common_params_speculative & params) {
@@ -98,6 +99,11 @@ struct dflash_speculative_impl : public common_speculative_impl {
             req.pos    = dp.pos0;
             req.anchor = dp.id_last;
             req.n_max  = dp.n_max > 0 ? std::min(params.n_max, dp.n_max) : params.n_max;
+            if (dp.dflash && dp.dflash->reject) {
+                req.chain  = dp.dflash->chain;
+                req.rng    = &dp.dflash->rng;
+                req.greedy = dp.dflash->greedy_draft();
+            }
             requests.push_back(std::move(req));
         }
         if (requests.empty()) {
@@ -115,8 +121,13 @@ struct dflash_speculative_impl : public common_speculative_impl {
             if (req.invalid && n_invalid++ == 0) {
                 LOG_WRN("draft-dflash: the draft model returned no valid token (NaN or an id out of range); the text is not affected\n");
             }
-            if (req.tokens.size() >= (size_t) std::max(0, params.n_min)) {
-                *dparams[req.seq_id].result = std::move(req.tokens);
+            // dropping a sampled draft because it is short would bias the text: n_min is for greedy ones
+            if (req.tokens.size() >= (size_t) std::max(0, params.n_min) || !req.q.empty()) {
+                auto & dp = dparams[req.seq_id];
+                *dp.result = std::move(req.tokens);
+                if (dp.dflash) {
+                    dp.dflash->q = std::move(req.q);
+                }
             }
         }
     }

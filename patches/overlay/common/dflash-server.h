@@ -8,6 +8,7 @@
 
 #include "dflash-check.h"
 #include "dflash-error.h"
+#include "dflash-slot.h"
 #include "dflash-verify.h"
 
 #include <algorithm>
@@ -36,20 +37,89 @@ inline bool dflash_server_check_pair(const common_params & params) {
     return reasons.empty();
 }
 
-// the tokens of the text that one verified block yields, at least one
+// a request begins: which rule verifies its drafts
+inline void dflash_server_begin(dflash_slot & slot, common_sampler * smpl, const common_params_sampling & params, int32_t mode) {
+    slot.mode  = mode;
+    slot.chain = common_sampler_get(smpl);
+    slot.q.clear();
+
+    // with a grammar or on-device sampling there is no p to compare with at every position
+    const bool has_grammar = !common_grammar_value(params.grammar).empty();
+    slot.reject = mode != DFLASH_VERIFY_MATCH && params.temp > 0.0f && !has_grammar && !params.backend_sampling &&
+            dflash_chain_has_distribution(slot.chain);
+
+    // a stream of its own, reproducible with the request's seed
+    slot.rng.seed(((uint64_t) llama_sampler_get_seed(slot.chain) << 32) ^ UINT64_C(0x9e3779b97f4a7c15));
+}
+
+// a round begins: earlier distributions are void
+inline dflash_slot * dflash_server_prepare(dflash_slot & slot) {
+    slot.q.clear();
+    slot.n_drafted = 0;
+    return &slot;
+}
+
+// Choose the tokens of the text that one verified block yields, at least one. A replayed draft was decided in an earlier
+// pass: its tokens are taken as they are, only the streams of the samplers advance.
 inline std::vector<llama_token> dflash_server_verify(
-        common_sampler * smpl, llama_context * ctx, const std::vector<int> & idxs, const llama_tokens & draft) {
+        dflash_slot & slot, common_sampler * smpl, llama_context * ctx, const std::vector<int> & idxs, const llama_tokens & draft,
+        bool is_replay, size_t n_probs) {
     const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(ctx));
+
+    if (!is_replay) {
+        slot.n_drafted = draft.size();
+    }
+    slot.i_rows = idxs;
+    slot.probs.clear();
 
     std::vector<llama_token> text;
     text.reserve(idxs.size());
     dflash_verify_match(draft.data(), draft.size(), DFLASH_EOG_STOP_NOT_LAST,
             [&](size_t i) {
-                const llama_token id = common_sampler_sample(smpl, ctx, idxs[i], false);
+                const bool decided = is_replay && i < draft.size();
+
+                dflash_coupling coupling;
+                if (!is_replay && i < slot.q.size() && i < draft.size() && slot.q[i].drawn == draft[i]) {
+                    coupling = { &slot.q[i], &slot.rng, &slot.overlap };
+                }
+                dflash_set_coupling(coupling);
+                llama_token id = common_sampler_sample(smpl, ctx, idxs[i], false);
+                dflash_set_coupling({});
+
+                if (decided) {
+                    id = draft[i];
+                }
+                if (n_probs > 0) {
+                    const auto * cur = common_sampler_get_candidates(smpl, true);
+                    dflash_token_probs probs;
+                    for (size_t j = 0; j < cur->size; ++j) {
+                        if (cur->data[j].id == id) {
+                            probs.p = cur->data[j].p;
+                            break;
+                        }
+                    }
+                    probs.top.assign(cur->data, cur->data + std::min(cur->size, n_probs));
+                    slot.probs.push_back(std::move(probs));
+                }
                 common_sampler_accept(smpl, id, true);
                 return id;
             },
             [&](llama_token id) { return llama_vocab_is_eog(vocab, id); },
             text);
     return text;
+}
+
+// probabilities of token `i` of a verified block as they were when it was chosen (post-sampling)
+template <typename Result>
+void dflash_server_post_probs(const dflash_slot & slot, size_t i, llama_context * ctx, bool special, Result & result) {
+    if (i >= slot.probs.size()) {
+        return;
+    }
+    result.prob = slot.probs[i].p;
+    for (const auto & t : slot.probs[i].top) {
+        if (t.p == 0.0f) {
+            break;
+        }
+        result.probs.push_back({ t.id, common_token_to_piece(ctx, t.id, special), t.p });
+    }
 }

@@ -54,6 +54,13 @@ enum dflash_status {
     DFLASH_E_INTERNAL   = 7, // a bug: please report it with the message
 };
 
+// How drafts are verified. Both rules leave the text's distribution exactly the target's.
+enum dflash_verify {
+    DFLASH_VERIFY_AUTO   = 0, // rejection sampling where it applies; draft sampled or greedy, whichever running statistics favour
+    DFLASH_VERIFY_REJECT = 1, // rejection sampling where it applies, always with a sampled draft
+    DFLASH_VERIFY_MATCH  = 2, // the target samples and the draft must match: a seed gives the same text as without a draft
+};
+
 struct dflash_session;
 
 // the reason of this thread's latest failure; "" if there was none. Valid until the next call on this thread.
@@ -92,6 +99,7 @@ struct dflash_params {
     int32_t type_k;          // ggml_type of the draft's key cache; negative = f16
     int32_t type_v;          // ggml_type of the draft's value cache; negative = f16
     int32_t flash_attn;      // llama_flash_attn_type of the draft: -1 = auto, 0 = off, 1 = on
+    int32_t verify;          // dflash_verify: the acceptance rule when sampling
 };
 
 DFLASH_API struct dflash_params dflash_params_default(void);
@@ -131,6 +139,8 @@ DFLASH_API int dflash_session_decoded(struct dflash_session * session, int32_t n
 // next *n_out (>= 1) tokens of the text to `out`: first the accepted draft tokens, then the target's own token. After an
 // end-of-generation token nothing follows. `sampler` chooses every token (llama_sampler_sample: apply and accept), in text
 // order and exactly once per emitted token, so that penalties, grammars and random streams advance as in plain decoding.
+// If the chain ends in a plain draw (`dist`) after samplers that leave a fixed distribution, and params.verify allows it,
+// tokens are accepted by rejection sampling instead; mirostat, XTC, grammars, custom samplers and greedy chains always match.
 // Afterwards n_past counts all tokens before the last of `out`.
 DFLASH_API int dflash_session_step(
         struct dflash_session * session,
@@ -162,6 +172,11 @@ struct dflash_stats {
     double  t_sample_ms;                          // sampling of the visited rows
     int64_t n_drafted_per_pos [DFLASH_MAX_DRAFT]; // drafts that reached position i
     int64_t n_accepted_per_pos[DFLASH_MAX_DRAFT]; // drafts whose token at position i was accepted
+    int64_t n_rounds_reject;                      // rounds verified by rejection sampling
+    int64_t n_rounds_greedy;                      // of these, with a greedy draft
+    int64_t n_visited;                            // positions where target and draft distributions were compared
+    double  sum_overlap;                          // over these: sum of min(p, q), the acceptance of a sampled draft
+    double  sum_top;                              // over these: p of the draft's likeliest token, the acceptance of a greedy one
 };
 
 // fill `stats` (its `size` must be set)

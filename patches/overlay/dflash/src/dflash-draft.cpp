@@ -201,6 +201,7 @@ void dflash_drafter::draft(std::vector<dflash_request> & requests, float p_min) 
     std::vector<dflash_request *> group;
     for (auto & req : requests) {
         req.tokens.clear();
+        req.q.clear();
         req.invalid = false;
         if (req.n_max <= 0) {
             continue;
@@ -292,7 +293,9 @@ void dflash_drafter::draft_group(dflash_request ** requests, size_t n_requests, 
 }
 
 // Lattice row t (1 <= t < n_rows): k candidate ids, then k x k scores, one row per predecessor candidate of t - 1.
-// Greedy: the best candidate of each row given the one chosen before; equal scores go to the lower id.
+// Greedy: the best candidate of each row given the one chosen before; equal scores go to the lower id. With a chain: a draw
+// from the candidates as the request shapes them. Where the walk stops must not depend on a token that is dropped, or the
+// accepted text would be biased: p_min looks at the likeliest candidate, not at the drawn one.
 void dflash_drafter::walk(dflash_request & req, const float * lattice, int32_t n_rows, float p_min) const {
     int32_t pred = 0;
     for (int32_t t = 1; t < n_rows && (int32_t) req.tokens.size() < req.n_max; ++t) {
@@ -320,6 +323,23 @@ void dflash_drafter::walk(dflash_request & req, const float * lattice, int32_t n
             if (1.0f < p_min * sum) {
                 return;
             }
+        }
+        if (req.chain) {
+            std::vector<llama_token> row_ids(n_top_k);
+            for (int32_t c = 0; c < n_top_k; ++c) {
+                const bool valid = ids[c] >= 0.0f && ids[c] < (float) n_vocab;
+                if (!valid) {
+                    req.invalid = true;
+                    return;
+                }
+                row_ids[c] = (llama_token) ids[c];
+            }
+            dflash_q_row row;
+            best = dflash_draw(req.chain, row_ids.data(), scores, n_top_k, req.greedy, *req.rng, row);
+            if (best < 0) {
+                return; // the chain left no candidate: nothing the target could accept either
+            }
+            req.q.push_back(std::move(row));
         }
         req.tokens.push_back((llama_token) ids[best]);
         pred = best;
@@ -351,6 +371,14 @@ void dflash_drafter::argmax(dflash_request & req, int32_t i_first, int32_t n_row
             if (1.0 < p_min * sum) {
                 return;
             }
+        }
+        if (req.chain) {
+            dflash_q_row row;
+            row.ids    = { best };
+            row.q      = { 1.0 };
+            row.drawn  = best;
+            row.greedy = true;
+            req.q.push_back(std::move(row));
         }
         req.tokens.push_back(best);
     }

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include "dflash-reject.h"
+
 #include "llama.h"
 
 #include <cstdint>
@@ -26,7 +28,13 @@ struct dflash_request {
     llama_token  anchor = LLAMA_TOKEN_NULL; // last token of the text, not yet decoded by the target
     int32_t      n_max  = 0;               // tokens wanted, 1 .. block - 1
 
+    // for verification by rejection: shape the candidates by this chain and note their distribution; null = plain greedy
+    llama_sampler * chain  = nullptr;
+    dflash_rng    * rng    = nullptr;
+    bool            greedy = false;        // take the likeliest candidate instead of drawing
+
     std::vector<llama_token> tokens;       // out: the proposal, n_max tokens or fewer, empty if the draft failed
+    std::vector<dflash_q_row> q;           // out, with a chain: one row per token
     bool                     invalid = false; // out: the draft model gave no usable token (NaN, id out of range)
 };
 

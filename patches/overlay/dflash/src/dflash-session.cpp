@@ -58,6 +58,12 @@ struct dflash_session {
     int32_t n_past     = 0;
     int32_t n_accepted = 0; // of the latest round
     float   p_min      = 0.0f;
+    int32_t verify     = DFLASH_VERIFY_AUTO;
+
+    dflash_rng     rng;
+    bool           rng_seeded = false;
+    dflash_overlap overlap;       // of this session, guides DFLASH_VERIFY_AUTO
+    dflash_overlap overlap_stats; // as it was when the statistics were reset
 
     dflash_rewind rewind = DFLASH_REWIND_CUT;
     bool          taps_ready = false; // the target has decoded at least once since the taps were set
@@ -91,7 +97,7 @@ struct dflash_session {
     void prompt(const llama_token * tokens, int32_t n_tokens);
     void step  (llama_sampler * sampler, llama_token id_last, int32_t n_want, int32_t capacity);
 
-    llama_token sample(llama_sampler * sampler, int32_t i_row);
+    llama_token sample(llama_sampler * sampler, int32_t i_row, const dflash_q_row * q);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -185,6 +191,7 @@ void dflash_session::inject(int32_t n_rows, llama_pos pos) {
 
 void dflash_session::prompt(const llama_token * tokens, int32_t n_tokens) {
     cut(n_past);
+    rng_seeded = false;
 
     for (int32_t beg = 0; beg < n_tokens; beg += batch_cap) {
         const int32_t n    = std::min(batch_cap, n_tokens - beg);
@@ -200,8 +207,8 @@ void dflash_session::prompt(const llama_token * tokens, int32_t n_tokens) {
     }
 }
 
-// the chain chooses the token of a row and takes note of it
-llama_token dflash_session::sample(llama_sampler * sampler, int32_t i_row) {
+// the chain chooses the token of a row and takes note of it; with `q` the draft token of that row is accepted or replaced
+llama_token dflash_session::sample(llama_sampler * sampler, int32_t i_row, const dflash_q_row * q) {
     const llama_token device = llama_get_sampled_token_ith(ctx, i_row);
     if (device != LLAMA_TOKEN_NULL) {
         return llama_sampler_sample(sampler, ctx, i_row);
@@ -220,6 +227,9 @@ llama_token dflash_session::sample(llama_sampler * sampler, int32_t i_row) {
     llama_sampler_apply(sampler, &arr);
     if (arr.selected < 0 || arr.selected >= (int64_t) arr.size) {
         throw dflash_error(DFLASH_E_ARGUMENT, "the sampler chain chose no token: it must end with a selecting sampler (greedy, dist, mirostat)");
+    }
+    if (q) {
+        dflash_couple(arr, *q, rng, &overlap);
     }
     const llama_token id = arr.data[arr.selected].id;
     llama_sampler_accept(sampler, id);
@@ -250,7 +260,21 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
     req.pos    = n_past;
     req.anchor = id_last;
     req.n_max  = std::max(0, n_max);
+    req.chain  = nullptr;
+    req.rng    = &rng;
+    req.greedy = false;
     req.tokens.clear();
+    req.q.clear();
+
+    if (req.n_max > 0 && verify != DFLASH_VERIFY_MATCH && dflash_chain_has_distribution(sampler)) {
+        req.chain  = sampler;
+        req.greedy = verify == DFLASH_VERIFY_AUTO && overlap.prefer_greedy();
+        if (!rng_seeded) {
+            // a stream of its own per text, apart from the chain's and reproducible with its seed
+            rng.seed(((uint64_t) llama_sampler_get_seed(sampler) << 32) ^ (uint64_t) n_past ^ UINT64_C(0x9e3779b97f4a7c15));
+            rng_seeded = true;
+        }
+    }
 
     if (req.n_max > 0) {
         const int64_t t_us = ggml_time_us();
@@ -272,6 +296,7 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
         for (size_t i = 0; i < req.tokens.size(); ++i) {
             if (llama_vocab_is_eog(vocab, req.tokens[i])) {
                 req.tokens.resize(i + 1);
+                req.q.resize(std::min(req.q.size(), i + 1));
                 break;
             }
         }
@@ -303,7 +328,7 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
 
     t_us = ggml_time_us();
     n_accepted = (int32_t) dflash_verify_match(req.tokens.data(), req.tokens.size(), DFLASH_EOG_STOP,
-            [&](size_t i)       { return sample(sampler, (int32_t) i); },
+            [&](size_t i)       { return sample(sampler, (int32_t) i, i < req.q.size() ? &req.q[i] : nullptr); },
             [&](llama_token id) { return llama_vocab_is_eog(vocab, id); },
             text);
     stats.t_sample_ms += dflash_ms_since(t_us);
@@ -316,6 +341,8 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
 
     if (n_drafted > 0) {
         stats.n_rounds++;
+        stats.n_rounds_reject += !req.q.empty();
+        stats.n_rounds_greedy += !req.q.empty() && req.q[0].greedy;
         stats.n_drafted  += n_drafted;
         stats.n_accepted += n_accepted;
         for (int32_t i = 0; i < n_drafted && i < DFLASH_MAX_DRAFT; ++i) {
@@ -428,6 +455,7 @@ int dflash_session_open(llama_context * target, const char * draft_path, const d
         const dflash_params p = params ? *params : dflash_params_default();
         dflash_need(p.size == sizeof(dflash_params), "dflash_params.size does not match this library: fill the struct with dflash_params_default()");
         dflash_need(p.n_threads >= 0 && p.n_threads_batch >= 0, "numbers of threads must not be negative");
+        dflash_need(p.verify >= DFLASH_VERIFY_AUTO && p.verify <= DFLASH_VERIFY_MATCH, "verify must be 0 (auto), 1 (reject) or 2 (match)");
         dflash_need(p.flash_attn >= LLAMA_FLASH_ATTN_TYPE_AUTO && p.flash_attn <= LLAMA_FLASH_ATTN_TYPE_ENABLED, "flash_attn must be -1 (auto), 0 (off) or 1 (on)");
         for (const int32_t type : { p.type_k, p.type_v }) {
             if (type >= GGML_TYPE_COUNT || (type >= 0 && ggml_blck_size((ggml_type) type) == 0)) {
@@ -466,6 +494,7 @@ int dflash_session_open(llama_context * target, const char * draft_path, const d
         s->vocab   = llama_model_get_vocab(model);
         s->n_vocab = llama_vocab_n_tokens(s->vocab);
         s->p_min   = p.p_min;
+        s->verify  = p.verify;
         s->tracing = p.trace;
         s->stats.size = sizeof(dflash_stats);
 
@@ -534,7 +563,8 @@ int dflash_session_rollback(dflash_session * session, int32_t n_keep) {
             throw dflash_error(DFLASH_E_ARGUMENT, dflash_format("cannot keep %d tokens of %d", n_keep, session->n_past));
         }
         session->cut(n_keep);
-        session->n_past = n_keep;
+        session->n_past     = n_keep;
+        session->rng_seeded = false;
         if (session->drafter->pos_next(0) > n_keep) {
             session->drafter->rollback(0, n_keep);
         }
@@ -569,7 +599,8 @@ int dflash_session_decoded(dflash_session * session, int32_t n_tokens) {
             throw dflash_error(DFLASH_E_ARGUMENT, dflash_format("%d tokens cannot be the target's latest decode: its sequence has %d, one decode takes %u",
                     n_tokens, end, llama_n_batch(session->ctx)));
         }
-        session->ckpt_pos = -1;
+        session->ckpt_pos   = -1;
+        session->rng_seeded = false;
         session->stats.n_prompt += n_tokens;
         session->inject(n_tokens, end - n_tokens);
         session->n_past = end;
@@ -596,6 +627,9 @@ int dflash_session_stats(const dflash_session * session, dflash_stats * stats) {
         dflash_need(session && stats, "dflash_session_stats needs a session and a struct");
         dflash_need(stats->size == sizeof(dflash_stats), "dflash_stats.size does not match this library");
         *stats = session->stats;
+        stats->n_visited   = session->overlap.n_total       - session->overlap_stats.n_total;
+        stats->sum_overlap = session->overlap.total_sampled - session->overlap_stats.total_sampled;
+        stats->sum_top     = session->overlap.total_greedy  - session->overlap_stats.total_greedy;
     });
 }
 
@@ -604,6 +638,7 @@ int dflash_session_stats_reset(dflash_session * session) {
         dflash_need(session != nullptr, "no session");
         session->stats      = {};
         session->stats.size = sizeof(dflash_stats);
+        session->overlap_stats = session->overlap;
     });
 }
 

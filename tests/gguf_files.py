@@ -1,4 +1,7 @@
-"""Copy a GGUF file with some keys and tensors changed: for planted faults and for drafts that carry borrowed tensors."""
+"""Read GGUF files as numbers, and copy them with some keys and tensors changed.
+
+Changed copies are for planted faults and for drafts that carry tensors which they usually borrow.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+class GGUFFile:
+    """Metadata and dequantised tensors of a GGUF file."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._reader = gguf.GGUFReader(str(path))
+        self.tensors = {t.name: t for t in self._reader.tensors}
+        self.arch: str = self.field("general.architecture")
+
+    def field(self, key: str, default: Any = None) -> Any:
+        """Value of a key; `{arch}` stands for the architecture's prefix."""
+        found = self._reader.get_field(key.replace("{arch}", getattr(self, "arch", "")))
+        return default if found is None else found.contents()
+
+    def values(self, name: str) -> np.ndarray:
+        """F32 values of a tensor, [n_out, n_in] for a matrix."""
+        tensor = self.tensors[name]
+        return gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+
+
 def edit_gguf(
     source: Path | str,
     out: Path | str,
@@ -24,7 +46,8 @@ def edit_gguf(
     """Write `out` as a changed copy of `source`.
 
     Args:
-        keys: new values; a key keeps its type, None removes it, a new key takes the type of the Python value.
+        keys: new values; a key keeps its type, None removes it, a new key takes the type of the
+            Python value.
         tensors: new F32 values, stored as F32; None removes the tensor.
         rename: tensor names to change; applied to the names in `source`.
     """

@@ -1,0 +1,75 @@
+// What draft-dflash keeps for one slot of the server: how the current request is verified, the distributions its draft was
+// drawn from, and counters for its timings.
+
+#pragma once
+
+#include "dflash-reject.h"
+#include "dflash.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+// counters of one request; part of every task result, so small and flat
+struct dflash_request_stats {
+    enum { N_POS = 32 };
+
+    uint32_t n_rounds        = 0;
+    uint32_t n_rounds_reject = 0; // verified by rejection sampling
+    uint32_t n_rounds_greedy = 0; // of these, with a greedy draft
+
+    uint32_t n_drafted_per_pos [N_POS] = {};
+    uint32_t n_accepted_per_pos[N_POS] = {};
+
+    void add_round(size_t n_drafted, size_t n_accepted, bool reject, bool greedy) {
+        n_rounds++;
+        n_rounds_reject += reject;
+        n_rounds_greedy += reject && greedy;
+        for (size_t i = 0; i < n_drafted && i < N_POS; ++i) {
+            n_drafted_per_pos [i]++;
+            n_accepted_per_pos[i] += i < n_accepted;
+        }
+    }
+
+    // extends the timings of a response
+    template <typename Json>
+    void add_to_json(Json & timings) const {
+        if (n_rounds == 0) {
+            return;
+        }
+        size_t n = 0;
+        while (n < N_POS && n_drafted_per_pos[n] > 0) {
+            ++n;
+        }
+        timings["draft_n_rounds"]            = n_rounds;
+        timings["draft_n_rounds_reject"]     = n_rounds_reject;
+        timings["draft_n_rounds_greedy"]     = n_rounds_greedy;
+        timings["draft_rule"]                = n_rounds_reject > 0 ? "reject" : "match";
+        timings["draft_n_per_pos"]           = std::vector<uint32_t>(n_drafted_per_pos,  n_drafted_per_pos  + n);
+        timings["draft_n_accepted_per_pos"]  = std::vector<uint32_t>(n_accepted_per_pos, n_accepted_per_pos + n);
+    }
+};
+
+// probabilities of one emitted token, kept because the next row overwrites the sampler's candidates
+struct dflash_token_probs {
+    float p = 0.0f;
+    std::vector<llama_token_data> top;
+};
+
+struct dflash_slot {
+    // of the request
+    bool            reject = false;   // p exists and may be used
+    int32_t         mode   = DFLASH_VERIFY_AUTO;
+    llama_sampler * chain  = nullptr;
+    dflash_rng      rng;              // never copied with the sampler: a restored checkpoint must not repeat its numbers
+
+    // of the round
+    std::vector<dflash_q_row> q;
+    size_t                    n_drafted = 0;
+    std::vector<int>          i_rows;     // rows of the verification batch
+    std::vector<dflash_token_probs> probs;
+
+    dflash_overlap overlap;           // of the slot, guides DFLASH_VERIFY_AUTO over requests
+
+    bool greedy_draft() const { return mode == DFLASH_VERIFY_AUTO && overlap.prefer_greedy(); }
+};

@@ -1,0 +1,178 @@
+"""llama-server over HTTP, with an OpenAI client: the draft changes the speed and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tiny
+from bigram import Bigram
+
+from dflash_convert.errors import FailureError
+from dflash_cpp.measure import Lane, ask, run_lanes, same_tokens
+from dflash_cpp.server import LlamaServer
+
+pytestmark = pytest.mark.native
+
+MESSAGES = (
+    [{"role": "user", "content": "tell me about the sea"}],
+    [{"role": "user", "content": "how are you today? ünïcödé ☃"}],
+    [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ],
+)
+TOKENS = 60
+
+
+def client(server: LlamaServer) -> openai.OpenAI:
+    # a proxy from the environment has no business between us and this machine
+    http = httpx.Client(trust_env=False, timeout=120.0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http)
+
+
+def chat(api: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    options = {"temperature": 0.0, "max_tokens": TOKENS} | options
+    return api.chat.completions.create(model="any", messages=messages, **options)
+
+
+def texts(server: LlamaServer) -> list[tuple[str, str, int]]:
+    """Answers to `MESSAGES` with why and where they ended."""
+    with client(server) as api:
+        answers = [chat(api, m) for m in MESSAGES]
+    return [
+        (a.choices[0].message.content, a.choices[0].finish_reason, a.usage.completion_tokens)
+        for a in answers
+    ]
+
+
+@pytest.mark.parametrize("arch", tiny.ARCHS)
+def test_same_text_with_and_without_the_draft(
+    bigram: Callable[[str], Bigram], start: Any, arch: str
+) -> None:
+    pair = bigram(arch)
+    plain = start(pair.target, None)
+    drafted = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1)
+    expected = texts(plain)
+    assert texts(drafted) == expected
+    assert all(text for text, _, _ in expected)
+    # and it was the draft that answered
+    metrics = drafted.metrics()
+    assert metrics["spec_decode_num_accepted_tokens_total"] > 0
+    accepted, proposed = (
+        metrics[f"spec_decode_num_{n}_tokens_total"] for n in ("accepted", "draft")
+    )
+    assert accepted < proposed
+    assert plain.metrics().get("spec_decode_num_draft_tokens_total", 0) == 0
+
+
+def test_a_draft_that_is_never_right_changes_nothing(random_pair: tiny.Pair, start: Any) -> None:
+    plain = start(random_pair.target, None)
+    drafted = start(random_pair.target, random_pair.draft, "--spec-draft-n-max", 7)
+    assert texts(drafted) == texts(plain)
+
+
+@pytest.mark.parametrize("n_max", [1, 3, 7])
+def test_lengths_of_the_draft(bigram: Callable[[str], Bigram], start: Any, n_max: int) -> None:
+    pair = bigram("llama")
+    server = start(pair.target, pair.draft, "--spec-draft-n-max", n_max)
+    assert texts(server) == texts(start(pair.target, None))
+    metrics = server.metrics()
+    drafts = metrics["spec_decode_num_drafts_total"]
+    # the last round of an answer may be cut short, all others draft n_max tokens
+    proposed = metrics["spec_decode_num_draft_tokens_total"]
+    assert n_max * (drafts - len(MESSAGES)) <= proposed <= n_max * drafts
+
+
+def test_streaming(bigram: Callable[[str], Bigram], start: Any) -> None:
+    pair = bigram("llama")
+    server = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1)
+    expected = texts(server)
+    for messages, (text, reason, _) in zip(MESSAGES, expected, strict=True):
+        with client(server) as api:
+            chunks = list(chat(api, messages, stream=True))
+        pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == reason
+        assert sum(bool(p) for p in pieces) > 1
+
+
+def test_requests_one_after_another(bigram: Callable[[str], Bigram], start: Any) -> None:
+    # the slot keeps what it can of the last prompt: longer, shorter, the same, unrelated
+    pair = bigram("llama")
+    contents = [
+        "a long tale of the sea and the ships on it",
+        "a long tale",
+        "a long tale",
+        "something else",
+        "a long tale of the sea",
+    ]
+
+    def answers(server: LlamaServer) -> list[str]:
+        with client(server) as api:
+            asked = [chat(api, [{"role": "user", "content": c}]) for c in contents]
+        return [a.choices[0].message.content for a in asked]
+
+    server = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1)
+    assert answers(server) == answers(start(pair.target, None))
+
+
+def test_two_slots_at_once(bigram: Callable[[str], Bigram], start: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    pair = bigram("llama")
+    server = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1, "-np", 2)
+    expected = texts(start(pair.target, None))
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(texts, server) for _ in range(2)]
+        assert [b.result() for b in both] == [expected, expected]
+
+
+def test_sampling_with_a_seed_repeats(bigram: Callable[[str], Bigram], start: Any) -> None:
+    pair = bigram("llama")
+    server = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1)
+    with client(server) as api:
+        runs = [chat(api, MESSAGES[0], temperature=1.0, seed=7) for _ in range(2)]
+    assert runs[0].choices[0].message.content == runs[1].choices[0].message.content
+
+
+# --- what the demo measures -----------------------------------------------------------------------
+
+
+def test_lanes_count_what_they_measure(bigram: Callable[[str], Bigram], start: Any) -> None:
+    pair = bigram("llama")
+    plain = Lane("plain", start(pair.target, None))
+    ours = Lane("ours", start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1))
+    prompts = [[5, 6, 7, 8], [30, 31, 32]]
+    turns: list[None] = []
+    run_lanes([plain, ours], prompts, n_predict=40, repeat=2, on_answer=lambda: turns.append(None))
+    assert len(turns) == 2 * 2 * 2
+    assert same_tokens(ours, plain) == (2, 2)
+    assert [[a.predicted_n for a in run] for run in ours.answers] == [[40, 40], [40, 40]]
+    assert plain.mean_accepted_length is None
+    # the counters start after the warm-up: tokens are accepted ones plus one of each round,
+    # and the first token of each answer comes from its prompt
+    assert ours.accepted + ours.drafts == pytest.approx(4 * 39, abs=4)
+    assert sum(ours.accepted_per_position) == ours.accepted
+    assert ours.mean_accepted_length == 1 + ours.accepted / ours.drafts
+    assert ours.tokens_per_second is not None
+    assert len(ours.to_json()["predicted_ms"]) == 2
+
+
+def test_a_refused_request_is_a_sentence(random_pair: tiny.Pair, start: Any) -> None:
+    server = start(random_pair.target, None)
+    with pytest.raises(FailureError, match="llama-server answers 4"):
+        server.post("/completion", {"prompt": {"no": "prompt"}, "n_predict": 1})
+
+
+def test_a_server_that_dies_is_a_sentence(random_pair: tiny.Pair, start: Any) -> None:
+    server = start(random_pair.target, None)
+    server._process.kill()
+    server._process.wait()
+    with pytest.raises(FailureError, match="llama-server was killed by signal 9"):
+        ask(server, [1, 2, 3], 4)
