@@ -33,6 +33,9 @@ class OnOff(str, Enum):
     off = "off"
 
 
+# the names of `dflash_cpp._capi.VERIFY`; a test walks both, because importing it here costs time
+Verify = Enum("Verify", {name: name for name in ("auto", "reject", "match")}, type=str)
+
 Model = Annotated[Path, typer.Option("-m", "--model", help="Target, a GGUF file.")]
 Draft = Annotated[
     Path, typer.Option("-md", "--draft", "--model-draft", help="DFlash draft, a GGUF file.")
@@ -113,6 +116,12 @@ def run(
         float, typer.Option("--repeat-penalty", min=0.0, help="1: off.")
     ] = 1.0,
     seed: Annotated[int, typer.Option("-s", "--seed", min=-1, help="-1: a new one.")] = -1,
+    verify: Annotated[
+        Verify,
+        typer.Option(
+            "--spec-draft-verify", case_sensitive=False, help="How sampled text is verified."
+        ),
+    ] = Verify.auto,
     ctx_size: CtxSize = 4096,
     batch_size: Batch = 512,
     ubatch_size: UBatch = 512,
@@ -131,7 +140,7 @@ def run(
 
     options = PairOptions(
         model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
-        flash_attn is OnOff.on, verbose > 1,
+        flash_attn is OnOff.on, verbose > 1, verify.value,
     )  # fmt: skip
     sampling = runner.Sampling(
         temp, top_k, top_p, min_p, repeat_penalty, None if seed < 0 else seed
@@ -301,6 +310,7 @@ def demo(
     """Convert the demo draft, run it with a real target, measure and compare."""
     console = Console(json=json, quiet=quiet, progress=not no_progress)
     from . import demo as job
+    from .demo_report import show
 
     options = job.make_options(
         quick=quick,
@@ -320,7 +330,7 @@ def demo(
     )
     where = job.start_machine(options)
     results = job.run_demo(options, console)
-    job.show(options, results, where, console)
+    show(options, results, where, console)
     console.json(job.document(options, results, where))
     if job.failed(results):
         raise typer.Exit(1)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PLAIN, STOCK, OURS = "plain", "stock", "ours"
 LANES = {
-    PLAIN: "plain decoding (this build)",
-    STOCK: "stock draft-dflash (unpatched build)",
-    OURS: "DFlash toolkit (this build)",
+    PLAIN: "plain",
+    STOCK: "stock draft-dflash",
+    OURS: "DFlash toolkit",
 }
 
 _CONTEXT = 2048
@@ -273,83 +273,3 @@ def _counts(results: Sequence[TypeResult]) -> dict[str, int]:
         for verdict, n in result.parity.counts.items():
             counts[verdict] = counts.get(verdict, 0) + n
     return counts
-
-
-# --- for people -----------------------------------------------------------------------------------
-
-
-def show(
-    options: DemoOptions,
-    results: Sequence[TypeResult],
-    where: dict[str, Any],
-    console: Console,
-) -> None:
-    """Print the tables and what they were measured on."""
-    rows: list[list[object]] = []
-    for result in results:
-        for name, words in LANES.items():
-            if name in result.lanes:
-                rows.append([result.type, words, *_lane_cells(result, name)])
-            else:
-                rows.append([result.type, words, "not measured", *[""] * 4])
-    numbers = ["tokens/s", "ratio", "accepted length"]
-    columns = ["target", "decoding by llama-server", *numbers]
-    columns += ["accepted per position, %", "same tokens as plain"]
-    console.text()
-    console.table(columns, rows, title="Speed over HTTP, greedy", right=numbers)
-    rows = []
-    for result in results:
-        counts = result.parity.counts
-        speeds = [python_speed(result.parity, speculative=s) for s in (False, True)]
-        rows.append([result.type, *counts.values(), *map(_number, speeds)])
-    columns = ["target", *results[0].parity.counts, "plain tokens/s", "ours tokens/s"]
-    console.text()
-    console.table(
-        columns, rows, title="Parity with plain decoding, Python layer", right=columns[1:]
-    )
-    console.text()
-    for result in results:
-        for name, why in result.missing.items():
-            console.text(f"{result.type}, {LANES[name]}: not measured, because {why}")
-        for prompt in result.parity.prompts:
-            if prompt.difference is not None:
-                judgement = prompt.difference.judgement
-                console.text(
-                    f"{result.type}, {prompt.id}: {prompt.verdict} at token "
-                    f"{prompt.difference.index}: {judgement.reason}"
-                )
-    build = build_info()
-    console.text(
-        f"{len(options.prompts)} built-in prompts, {options.n_predict} tokens each at most, "
-        f"{options.repeat} repetitions in turns, medians; ratio: median (smallest to largest) "
-        "over the repetitions."
-    )
-    console.text(
-        f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['system']}; "
-        f"llama.cpp {build.get('base_commit', 'unknown')}; {where['date']}."
-    )
-    if where["busy"]:
-        console.warning(
-            f"the machine was busy before the run (load {where['load_before']:.1f} on "
-            f"{where['cores']} cores): the speeds say little, run the demo again when it is idle"
-        )
-
-
-def _lane_cells(result: TypeResult, name: str) -> list[object]:
-    lane, plain = result.lanes[name], result.lanes[PLAIN]
-    if name == PLAIN:
-        return [_number(lane.tokens_per_second), "1.00", "", "", ""]
-    ratio = speed_ratio(lane, plain)
-    same, total = same_tokens(lane, plain)
-    length = lane.mean_accepted_length
-    return [
-        _number(lane.tokens_per_second),
-        "" if ratio is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratio),
-        "" if length is None else f"{length:.2f}",
-        " ".join(f"{100 * share:.0f}" for share in lane.acceptance_per_position),
-        f"{same} of {total}",
-    ]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"

@@ -28,6 +28,7 @@ class PairOptions:
         n_gpu_layers: Layers on the GPU; -1 for all.
         flash_attn: Whether to use flash attention.
         verbose: Show llama.cpp's own log on stderr.
+        verify: How a sampled text is verified, see `DFlashLlama`.
     """
 
     model: Path
@@ -40,6 +41,7 @@ class PairOptions:
     n_gpu_layers: int = -1
     flash_attn: bool = True
     verbose: bool = False
+    verify: str = "auto"
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that a result depends on."""
@@ -96,6 +98,7 @@ def open_pair(options: PairOptions, *, speculate: bool = True) -> DFlashLlama:
             options.model,
             draft_path=options.draft,
             n_draft=options.n_draft,
+            verify=options.verify,
             speculate=speculate,
             n_ctx=options.n_ctx,
             n_batch=options.n_batch,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_convert.errors import InputError
 
 from .parity import first_difference
+from .stats import RULE_REJECT
 from .text import TokenText
 
 if TYPE_CHECKING:
@@ -239,14 +240,20 @@ def summary(result: Generation, compared: Comparison | None = None) -> list[str]
         plain = compared.plain
         ratio = compared.speed_ratio
         lines.append(f"plain: {_speed(plain.stats)}" + (f", ratio {ratio:.2f}" if ratio else ""))
-        index = compared.first_difference
-        lines.append(
-            "the same tokens as plain decoding"
-            if index is None
-            else f"differs from plain decoding from token {index} on; "
-            "`dflash-cpp parity` tells whether rounding explains it"
-        )
+        lines.append(_same(compared.first_difference, stats.rule))
     return lines
+
+
+def _same(index: int | None, rule: str) -> str:
+    if index is None:
+        return "the same tokens as plain decoding"
+    differs = f"other tokens than plain decoding from token {index} on"
+    if rule == RULE_REJECT:
+        return (
+            f"{differs}: a sampled text of the same distribution, as expected; "
+            "--spec-draft-verify match keeps the tokens of a seed"
+        )
+    return f"{differs}; `dflash-cpp parity` tells whether rounding explains it"
 
 
 def _speed(stats: DraftStats) -> str:

@@ -37,6 +37,8 @@ QUESTIONS = ("-h", "--help", "--usage", "--version", "--list-devices", "--cache-
 
 _POLL_SECONDS = 0.05
 _LOG_TAIL = 12
+# llama.cpp logs one line at error level and says in it that it means nothing
+_HARMLESS = "this warning is normal"
 _ERROR_LINE = re.compile(r"^(?:[\d.]+ )?E |error", re.IGNORECASE)
 
 # the address is this machine's: a proxy from the environment has no business in between
@@ -325,5 +327,5 @@ class LlamaServer:
     def _errors(self) -> list[str]:
         """Return what the log calls an error, or its last lines if it calls nothing so."""
         lines = self.log.read_text("utf-8", "replace").splitlines() if self.log.exists() else []
-        errors = [line for line in lines if _ERROR_LINE.search(line)]
+        errors = [x for x in lines if _ERROR_LINE.search(x) and _HARMLESS not in x]
         return (errors or lines)[-_LOG_TAIL:]

@@ -29,6 +29,10 @@ class GGUFFile:
         found = self._reader.get_field(key.replace("{arch}", getattr(self, "arch", "")))
         return default if found is None else found.contents()
 
+    def keys(self, prefix: str) -> list[str]:
+        """Names of the metadata keys that start with `prefix`."""
+        return [key for key in self._reader.fields if key.startswith(prefix)]
+
     def values(self, name: str) -> np.ndarray:
         """F32 values of a tensor, [n_out, n_in] for a matrix."""
         tensor = self.tensors[name]

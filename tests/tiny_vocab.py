@@ -7,11 +7,13 @@ treats the models like real ones.
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import gguf
 
@@ -65,6 +67,44 @@ class Vocab:
         writer.add_add_bos_token(False)
         writer.add_add_space_prefix(False)
         writer.add_chat_template(CHAT_TEMPLATE)
+
+
+    def write_hf(self, directory: Path) -> None:
+        """Write a byte-level BPE as a Hugging Face tokenizer (tokenizer.json and its config)."""
+        if self.model != "gpt2":
+            raise ValueError("only byte-level BPE can be written as tokenizer.json")
+        added = [
+            {
+                "id": i,
+                "content": token,
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+            for i, token in enumerate(self.tokens)
+            if self.types[i] == CONTROL
+        ]
+        plain = {t: i for i, t in enumerate(self.tokens) if self.types[i] != CONTROL}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        document = {
+            "version": "1.0",
+            "added_tokens": added,
+            "pre_tokenizer": byte_level | {"use_regex": True},
+            "decoder": byte_level | {"use_regex": True},
+            "model": {"type": "BPE", "vocab": plain, "merges": list(self.merges)},
+        }
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.tokens[self.bos],
+            "eos_token": self.tokens[self.eos],
+            "add_bos_token": False,
+            "chat_template": CHAT_TEMPLATE,
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "tokenizer.json").write_text(json.dumps(document))
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def make_vocab(n_vocab: int = 512, *, kind: str = "bpe", pre: str = "gpt-2") -> Vocab:

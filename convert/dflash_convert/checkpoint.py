@@ -221,7 +221,7 @@ def _check_numbering(files: list[Path]) -> None:
         absent = [f"`{base}-{i}-of-{total}.safetensors`" for i in wanted if i not in numbers]
         if absent:
             raise InputError(
-                f"{len(absent)} of {total} parts are absent",
+                f"{len(absent)} of {int(total)} parts are absent",
                 problems=absent,
                 hint="download the checkpoint again",
             )

@@ -250,6 +250,12 @@ def _additions(
         "top_k": "selector_top_k",
     }
     if version == 1:
+        newer = [k for k in names.values() if keys.own(k, int, None) is not None]
+        if newer:
+            keys.problems.append(
+                f"`architectures` says DFlashDraftModel, but {', '.join(newer)} belong to "
+                "DFlash2DraftModel"
+            )
         return dict.fromkeys(names)
     values = {field: keys.own(key, int, low=1, high=_MAX_SIZE) for field, key in names.items()}
     if keys.problems:  # sizes may be placeholders then: no conclusions from them

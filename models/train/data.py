@@ -84,7 +84,7 @@ def cmd_answers(args: argparse.Namespace) -> None:
 
 def cmd_heldout(args: argparse.Namespace) -> None:
     """The answers to the held-out prompts: greedy and at temperature 1."""
-    target = Target(args.target, torch.float32)
+    target = Target(args.target)
     tok = load_tokenizer(args.target)
     args.out.mkdir(parents=True, exist_ok=True)
     rows = read_lines(args.prompts)

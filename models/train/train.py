@@ -168,6 +168,15 @@ def save_state(path: Path, state: dict) -> None:
     tmp.replace(path)
 
 
+def profile_step(step) -> None:
+    """Prints where one step spends its time; the first two steps warm up."""
+    for _ in range(2):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+        step()
+    print(p.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+
+
 def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rng = torch.Generator().manual_seed(args.seed)
@@ -186,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.01, "scale": 1.0},
          {"params": others, "weight_decay": 0.0, "scale": 2.0}],
-        lr=args.lr, betas=(0.9, 0.98), foreach=True)
+        lr=args.lr, betas=(0.9, 0.98), fused=True)
     step, spent, total = 0, 0.0, 0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
@@ -211,6 +220,19 @@ def run(args: argparse.Namespace) -> None:
           f"{len(shards.sequences)} sequences", flush=True)
     budget, mean, clock = args.minutes * 60, {}, time.time()
     shown, saved = time.time(), time.time()
+
+    def one_step(block: int) -> dict[str, Tensor]:
+        data = shards.batch(args.sequences, args.anchors, block, rng)
+        loss, figures = losses(draft, target, data, block, columns, args, rng)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        return figures
+
+    if args.profile:
+        profile_step(lambda: one_step(config.block))
+        return
     while spent < budget:
         part = spent / budget
         rate = min(1.0, (part + 1e-3) / args.warmup, (1 - part) / (1 - args.hold))
@@ -219,12 +241,7 @@ def run(args: argparse.Namespace) -> None:
         block = config.block
         if torch.rand((), generator=rng) < args.short:
             block = int(torch.randint(3, config.block, (), generator=rng))
-        data = shards.batch(args.sequences, args.anchors, block, rng)
-        loss, figures = losses(draft, target, data, block, columns, args, rng)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        optimizer.step()
+        figures = one_step(block)
         step, total = step + 1, total + args.sequences * args.anchors
         for k, v in figures.items():
             mean[k] = 0.95 * mean.get(k, float(v)) + 0.05 * float(v)
@@ -262,6 +279,7 @@ def main() -> int:
     p.add_argument("--rank", type=int, default=32)
     p.add_argument("--no-conv", action="store_true", help="ablation")
     p.add_argument("--no-selector", action="store_true", help="ablation")
+    p.add_argument("--profile", action="store_true", help="show where a step's time goes, stop")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()

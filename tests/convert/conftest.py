@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from tiny import make_target
 from tiny_checkpoint import make_draft_checkpoint
@@ -64,6 +66,48 @@ def make(tmp_path: Path) -> Callable[..., Path]:
 def small(make: Callable[..., Path]) -> Callable[..., Path]:
     """Like `make`, for the sizes in `SMALL`."""
     return lambda name="draft", **changes: make(name, **{**SMALL, **changes})
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies a GGUF with changes.
+
+    `edited(source, "name", keys={...}, drop=(...), tensors={...})`: a key of None is removed, the
+    tensors in `drop` are left out, those in `tensors` replaced or added as they are.
+    """
+
+    def run(
+        source: Path,
+        name: str,
+        *,
+        keys: dict[str, Any] | None = None,
+        drop: tuple[str, ...] = (),
+        tensors: dict[str, np.ndarray] | None = None,
+    ) -> Path:
+        reader = gguf.GGUFReader(source)
+        fields = {n: f for n, f in reader.fields.items() if not n.startswith("GGUF.")}
+        values = {n: f.contents() for n, f in fields.items()} | (keys or {})
+        writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", values["general.architecture"])
+        for key, value in values.items():
+            if value is None or key == "general.architecture":
+                continue
+            kinds = fields[key].types if key in fields else [gguf.GGUFValueType.get_type(value)]
+            if keys is not None and key in keys:
+                kinds = [gguf.GGUFValueType.get_type(value)]
+            item = kinds[1] if len(kinds) > 1 else None
+            writer.add_key_value(key, value, kinds[0], item)
+        for tensor in reader.tensors:
+            if tensor.name not in drop and tensor.name not in (tensors or {}):
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        for new, data in (tensors or {}).items():
+            writer.add_tensor(new, data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return tmp_path / f"{name}.gguf"
+
+    return run
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -94,7 +94,7 @@ def test_every_truncation_of_the_header_is_an_input_error(every_type: Path, tmp_
     part = tmp_path / "part.gguf"
     for length in range(0, header, 3):
         part.write_bytes(whole[:length])
-        with pytest.raises(InputError, match="part.gguf"):
+        with pytest.raises(InputError, match=r"damaged or truncated|is empty|not a GGUF"):
             read_gguf(part)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from patchlib.base import SdistBase, cache_dir, file_sha256, read_base_toml
 from patchlib.series import PatchSet
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
+
+
+@pytest.fixture(scope="module")
+def patches(tmp_path_factory) -> Path:
+    """A copy, so that somebody may edit the overlay while this runs."""
+    copy = tmp_path_factory.mktemp("set") / "patches"
+    shutil.copytree(PATCHES, copy)
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -28,29 +37,32 @@ def pinned_base(monkeypatch):
     monkeypatch.delenv("LLAMA_CPP_SOURCE", raising=False)
 
 
-def test_set_is_in_order_and_makes_the_tree_once(base, tmp_path, capsys):
+def test_set_is_in_order_and_makes_the_tree_once(base, patches, tmp_path, capsys):
+    def run(*arguments: str) -> int:
+        return patchset.main(["--patches", str(patches), *arguments])
+
     tree = tmp_path / "llama.cpp"
-    assert patchset.main(["apply", str(tree)]) == 0
-    assert patchset.main(["check", "--tree", str(tree)]) == 0
+    assert run("apply", str(tree)) == 0
+    assert run("check", "--tree", str(tree)) == 0
     capsys.readouterr()
-    assert patchset.main(["apply", str(tree)]) == 0
+    assert run("apply", str(tree)) == 0
     assert capsys.readouterr() == ("", "")  # nothing to write, no file taken for an edit
-    assert patchset.main(["--patches", str(PATCHES), "unpack", str(tree)]) == 0
+    assert run("unpack", str(tree)) == 0
     pristine = {path: data for path, data, _ in base.files()}
     found = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()}
     assert found - {".dflash-manifest.json"} == set(pristine)
-    for path in PatchSet.load(PATCHES).patched_paths():
+    for path in PatchSet.load(patches).patched_paths():
         assert (tree / path).read_bytes() == pristine[path]
 
 
-def test_gnu_patch_makes_the_same_files(base, tmp_path, gnu_patch):
-    loaded = PatchSet.load(PATCHES)
+def test_gnu_patch_makes_the_same_files(base, patches, tmp_path, gnu_patch):
+    loaded = PatchSet.load(patches)
     pristine = {path: data for path, data, _ in base.files(loaded.patched_paths())}
     for path, data in pristine.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(data)
     for patch in loaded.patches:
-        command = [gnu_patch, "-p1", "--fuzz=0", "-i", str(PATCHES / patch.name)]
+        command = [gnu_patch, "-p1", "--fuzz=0", "-i", str(patches / patch.name)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
         assert "offset" not in done.stdout
@@ -59,7 +71,7 @@ def test_gnu_patch_makes_the_same_files(base, tmp_path, gnu_patch):
         assert (tmp_path / path).read_bytes() == loaded.patched(path, data)
 
 
-def test_hooks_are_few_lines(base):
+def test_hooks_are_few_lines():
     """A hook calls; code belongs in the overlay. The limit is a reminder, not a law of nature."""
     for patch in PatchSet.load(PATCHES).patches:
         for path in patch.files:

@@ -16,15 +16,16 @@ Start = Callable[..., LlamaServer]
 
 
 @pytest.fixture(scope="session")
-def bigram(bin_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bigram]:
+def bigram(bin_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bigram]:
     """Make a pair whose draft is right about most tokens; the text depends on the context."""
-    made: dict[str, Bigram] = {}
+    made: dict[tuple[str, float, float], Bigram] = {}
 
-    def make(arch: str) -> Bigram:
-        if arch not in made:
+    def make(arch: str, *, wrong: float = 0.2, drift: float = 0.5) -> Bigram:
+        key = (arch, wrong, drift)
+        if key not in made:
             folder = tmp_path_factory.mktemp(f"bigram-{arch}")
-            made[arch] = make_bigram(folder, arch, wrong=0.2, drift=0.5)
-        return made[arch]
+            made[key] = make_bigram(folder, arch, wrong=wrong, drift=drift)
+        return made[key]
 
     return make
 

@@ -52,7 +52,7 @@ def texts(server: LlamaServer) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("arch", tiny.ARCHS)
 def test_same_text_with_and_without_the_draft(
-    bigram: Callable[[str], Bigram], start: Any, arch: str
+    bigram: Callable[..., Bigram], start: Any, arch: str
 ) -> None:
     pair = bigram(arch)
     plain = start(pair.target, None)
@@ -77,18 +77,23 @@ def test_a_draft_that_is_never_right_changes_nothing(random_pair: tiny.Pair, sta
 
 
 @pytest.mark.parametrize("n_max", [1, 3, 7])
-def test_lengths_of_the_draft(bigram: Callable[[str], Bigram], start: Any, n_max: int) -> None:
-    pair = bigram("llama")
+def test_lengths_of_the_draft(bigram: Callable[..., Bigram], start: Any, n_max: int) -> None:
+    pair = bigram("llama", wrong=0.1, drift=0.0)
     server = start(pair.target, pair.draft, "--spec-draft-n-max", n_max)
     assert texts(server) == texts(start(pair.target, None))
     metrics = server.metrics()
     drafts = metrics["spec_decode_num_drafts_total"]
-    # the last round of an answer may be cut short, all others draft n_max tokens
-    proposed = metrics["spec_decode_num_draft_tokens_total"]
-    assert n_max * (drafts - len(MESSAGES)) <= proposed <= n_max * drafts
+    assert 0 < metrics["spec_decode_num_draft_tokens_total"] <= n_max * drafts
+    per_position = [
+        metrics[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}']
+        for i in range(n_max)
+    ]
+    assert f'spec_decode_num_accepted_tokens_per_pos_total{{position="{n_max}"}}' not in metrics
+    assert per_position == sorted(per_position, reverse=True)
+    assert per_position[-1] > 0
 
 
-def test_streaming(bigram: Callable[[str], Bigram], start: Any) -> None:
+def test_streaming(bigram: Callable[..., Bigram], start: Any) -> None:
     pair = bigram("llama")
     server = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1)
     expected = texts(server)
@@ -102,7 +107,7 @@ def test_streaming(bigram: Callable[[str], Bigram], start: Any) -> None:
         assert sum(bool(p) for p in pieces) > 1
 
 
-def test_requests_one_after_another(bigram: Callable[[str], Bigram], start: Any) -> None:
+def test_requests_one_after_another(bigram: Callable[..., Bigram], start: Any) -> None:
     # the slot keeps what it can of the last prompt: longer, shorter, the same, unrelated
     pair = bigram("llama")
     contents = [
@@ -122,7 +127,7 @@ def test_requests_one_after_another(bigram: Callable[[str], Bigram], start: Any)
     assert answers(server) == answers(start(pair.target, None))
 
 
-def test_two_slots_at_once(bigram: Callable[[str], Bigram], start: Any) -> None:
+def test_two_slots_at_once(bigram: Callable[..., Bigram], start: Any) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     pair = bigram("llama")
@@ -133,18 +138,31 @@ def test_two_slots_at_once(bigram: Callable[[str], Bigram], start: Any) -> None:
         assert [b.result() for b in both] == [expected, expected]
 
 
-def test_sampling_with_a_seed_repeats(bigram: Callable[[str], Bigram], start: Any) -> None:
+def sampled(server: LlamaServer) -> list[list[int]]:
+    """Tokens of the same sampled request, three times."""
+    request = {"prompt": list(range(5, 15)), "n_predict": TOKENS, "temperature": 1.0, "seed": 7}
+    request |= {"return_tokens": True}
+    return [server.post("/completion", request)["tokens"] for _ in range(3)]
+
+
+def test_a_seed_repeats_a_sampled_text(bigram: Callable[..., Bigram], start: Any) -> None:
     pair = bigram("llama")
-    server = start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1)
-    with client(server) as api:
-        runs = [chat(api, MESSAGES[0], temperature=1.0, seed=7) for _ in range(2)]
-    assert runs[0].choices[0].message.content == runs[1].choices[0].message.content
+    runs = sampled(start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_seed_gives_the_text_of_plain_decoding_when_drafts_must_match(
+    bigram: Callable[..., Bigram], start: Any
+) -> None:
+    pair = bigram("llama")
+    options = ("--spec-draft-n-max", pair.block - 1, "--spec-draft-verify", "match")
+    assert sampled(start(pair.target, pair.draft, *options)) == sampled(start(pair.target, None))
 
 
 # --- what the demo measures -----------------------------------------------------------------------
 
 
-def test_lanes_count_what_they_measure(bigram: Callable[[str], Bigram], start: Any) -> None:
+def test_lanes_count_what_they_measure(bigram: Callable[..., Bigram], start: Any) -> None:
     pair = bigram("llama")
     plain = Lane("plain", start(pair.target, None))
     ours = Lane("ours", start(pair.target, pair.draft, "--spec-draft-n-max", pair.block - 1))

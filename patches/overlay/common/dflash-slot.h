@@ -69,7 +69,7 @@ struct dflash_slot {
     std::vector<int>          i_rows;     // rows of the verification batch
     std::vector<dflash_token_probs> probs;
 
-    dflash_overlap overlap;           // of the slot, guides DFLASH_VERIFY_AUTO over requests
+    dflash_overlap overlap;           // of the request, guides DFLASH_VERIFY_AUTO
 
     bool greedy_draft() const { return mode == DFLASH_VERIFY_AUTO && overlap.prefer_greedy(); }
 };

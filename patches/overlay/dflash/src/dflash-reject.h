@@ -39,7 +39,10 @@ public:
     // one visited position: sum of min(p, q) for a sampled draft, p of the likeliest candidate for a greedy one
     void add(double sum_min, double p_top);
 
-    bool prefer_greedy() const { return weight > 0.0 && top > sampled * 1.01; }
+    // a new text begins: the choice must not depend on earlier ones, or a seed would not give the same text again
+    void restart() { sampled = top = weight = 0.0; }
+
+    bool prefer_greedy() const { return weight > 4.0 && top > sampled * 1.01; }
 
     // sums over all visited positions
     double  total_sampled = 0.0;

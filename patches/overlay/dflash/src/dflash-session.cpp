@@ -62,7 +62,7 @@ struct dflash_session {
 
     dflash_rng     rng;
     bool           rng_seeded = false;
-    dflash_overlap overlap;       // of this session, guides DFLASH_VERIFY_AUTO
+    dflash_overlap overlap;       // guides DFLASH_VERIFY_AUTO within one text
     dflash_overlap overlap_stats; // as it was when the statistics were reset
 
     dflash_rewind rewind = DFLASH_REWIND_CUT;
@@ -267,13 +267,14 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
     req.q.clear();
 
     if (req.n_max > 0 && verify != DFLASH_VERIFY_MATCH && dflash_chain_has_distribution(sampler)) {
-        req.chain  = sampler;
-        req.greedy = verify == DFLASH_VERIFY_AUTO && overlap.prefer_greedy();
         if (!rng_seeded) {
             // a stream of its own per text, apart from the chain's and reproducible with its seed
             rng.seed(((uint64_t) llama_sampler_get_seed(sampler) << 32) ^ (uint64_t) n_past ^ UINT64_C(0x9e3779b97f4a7c15));
             rng_seeded = true;
+            overlap.restart();
         }
+        req.chain  = sampler;
+        req.greedy = verify == DFLASH_VERIFY_AUTO && overlap.prefer_greedy();
     }
 
     if (req.n_max > 0) {
