@@ -33,7 +33,7 @@ class OnOff(str, Enum):
     off = "off"
 
 
-# the names of `dflash_cpp._capi.VERIFY`; a test walks both, because importing it here costs time
+# the names of `session.VERIFY`, which takes long to import; a test compares them
 Verify = Enum("Verify", {name: name for name in ("auto", "reject", "match")}, type=str)
 
 Model = Annotated[Path, typer.Option("-m", "--model", help="Target, a GGUF file.")]

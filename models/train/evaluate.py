@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from target import Target, TargetError
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 
 def load_checkpoint(folder: Path) -> Draft:

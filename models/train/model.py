@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from target import Target, rms_norm, rope_tables, rotate
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Conv(nn.Module):
         return self.kernel_projection(x).view(shape)
 
     def apply_side(self, x: Tensor, dynamic: Tensor, side: int) -> Tensor:
-        """out[t, c] = sum over taps j of (base + dynamic)[j] * x[t - j, c], zero before the block."""
+        """out[t] = sum over taps j of (base + dynamic)[j] * x[t - j], zero before the block."""
         out = None
         for tap in range(self.taps):
             past = x if tap == 0 else F.pad(x[..., :-tap, :], (0, 0, tap, 0))
@@ -244,7 +244,7 @@ class Draft(nn.Module):
         within the window) reach a block. Returns [S, M, B, H].
         """
         c = self.config
-        s, t = features.shape[:2]
+        t = features.shape[1]
         context = self.hidden_norm(self.fc(features.flatten(2)))
         where = torch.arange(t)
         rows = anchors[..., None] + torch.arange(embeddings.shape[2])

@@ -14,7 +14,7 @@ from pathlib import Path
 import gguf
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class Target:
             if int(done.sum()) * 3 > len(done):
                 keep = (~done).nonzero()[:, 0]
                 cache = [k[:, keep] for k in cache]
-                rows, pad, temperature, token = rows[keep], pad[keep], temperature[keep], token[keep]
-                done = done[keep]
+                rows, pad, done = rows[keep], pad[keep], done[keep]
+                temperature, token = temperature[keep], token[keep]
             x = self._decode(token, longest + step, pad, cache)
         return out
 

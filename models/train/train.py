@@ -18,7 +18,7 @@ from model import Draft, DraftConfig, init_from_target
 from safetensors import safe_open
 from target import Target, TargetError
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 FREQUENT, RANDOM = 4096, 1024  # columns of the training softmax besides the labels
 

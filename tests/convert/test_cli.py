@@ -163,15 +163,15 @@ def test_killed_while_writing(
     small: Make, small_target: Path, tmp_path: Path, kind: signal.Signals, code: int, message: str
 ) -> None:
     command = [sys.executable, "-c", _SLOW, small("ckpt"), "--target", small_target]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*map(str, command), "-o", "d.gguf"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline() == "piece\n"
-    assert [p for p in tmp_path.iterdir() if p.name.endswith(".part")]
-    process.send_signal(kind)
-    rest = process.stderr.read()
-    assert process.wait(timeout=60) == code
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "piece\n"
+        assert [p for p in tmp_path.iterdir() if p.name.endswith(".part")]
+        process.send_signal(kind)
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) == code
     assert message in rest
     assert "Traceback" not in rest
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
@@ -179,18 +179,15 @@ def test_killed_while_writing(
 
 def test_closed_pipe_is_quiet(small: Make, small_target: Path, run: Run, tmp_path: Path) -> None:
     run(small("ckpt"), "--target", small_target, "-o", "d.gguf")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dflash_convert", "inspect", "d.gguf"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 1
+    command = [sys.executable, "-m", "dflash_convert", "inspect", "d.gguf"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 1
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:
@@ -212,7 +209,8 @@ def test_help_is_quick(run: Run) -> None:
     """Time on the CPU, not on the clock, and what must not be imported."""
     best = min(_cpu_seconds(["--help"]) for _ in range(3))
     assert best < 0.4
-    code = "import sys, dflash_convert.cli; print([m for m in ('numpy','gguf','rich') if m in sys.modules])"
+    heavy = ("numpy", "gguf", "rich", "safetensors")
+    code = f"import sys, dflash_convert.cli; print([m for m in {heavy} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
 

@@ -109,7 +109,7 @@ def test_a_draft_that_is_cut_off(draft: Path, small_target: Path, tmp_path: Path
 
 def test_other_tokens(draft: Path, small_target: Path, edited: Make) -> None:
     tokens = read_gguf(small_target).get("tokenizer.ggml.tokens")
-    one = tokens[:42] + ["<renamed>"] + tokens[43:]
+    one = [*tokens[:42], "<renamed>", *tokens[43:]]
     other = edited(small_target, "one", keys={"tokenizer.ggml.tokens": one})
     reasons, warnings = pair_report(other, draft)
     assert reasons == []

@@ -132,7 +132,8 @@ def test_draft_equals_reference(target, window):
     ref = reference.DFlash2DraftModel(transformers.Qwen3Config(**hf)).float().eval()
     weights = {k + ".weight" * k.endswith("codebook"): v for k, v in draft.state_dict().items()}
     missing, unexpected = ref.load_state_dict(weights, strict=False)
-    assert not missing and not unexpected
+    assert not missing
+    assert not unexpected
     features = torch.randn(1, 40, len(IDS), HIDDEN)
     anchors = torch.tensor([[1, 9, 27, 40]])
     rows = torch.randn(1, 4, config.block, HIDDEN)
@@ -142,8 +143,7 @@ def test_draft_equals_reference(target, window):
             theirs = ref(position_ids=torch.arange(a + config.block)[None],
                          noise_embedding=rows[:, j], target_hidden=features[:, :a].flatten(2))
             assert (theirs[0] - mine[j]).abs().max() < 1e-4
-            logits = target.head
-            logits = theirs[:, 1:] @ logits.T
+            logits = theirs[:, 1:] @ target.head.T
             path, _ = md.propose(draft, mine[j : j + 1, 1:], logits, torch.tensor([7]))
             want, _, _ = ref.candidate_selector.select(theirs[:, 1:], logits,
                                                        torch.tensor([7]), 0.0)
@@ -235,5 +235,5 @@ def test_wrong_target_is_one_sentence(tmp_path, what):
     path = tmp_path / "x.gguf"
     if what == "other":
         tiny_target(path, "gpt2")
-    with pytest.raises(tg.TargetError, match="not a readable GGUF|expected llama"):
+    with pytest.raises(tg.TargetError, match=r"not a readable GGUF|expected llama"):
         tg.Target(path)
