@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .llama import DFlashLlama
 
-# Largest |A - B| of a logit that may count as rounding. CPU: about four times the largest distance
-# seen on the demo target (docs/parity.md has the table). A backend or type without an entry gets
-# the largest cap of the CPU's table and the report says that it was not measured.
+# Largest |A - B| of a logit that may count as rounding, by backend and type of the target, with
+# the default KV cache (F16): twice the largest distance seen on the demo's target, rounded up. The
+# table in docs/parity.md has the measurements. Where nothing was measured, the largest cap of the
+# CPU holds and the report says so.
 DELTA_CAPS: dict[str, dict[str, float]] = {
-    "CPU": {"F32": 0.1, "F16": 0.3},
+    "CPU": {"F32": 0.06, "F16": 0.16, "BF16": 0.85, "Q8_0": 3.5, "Q4_0": 3.5},
 }
+
+_DEFAULT_KV = "F16"
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,6 @@ class Cap:
 def delta_cap(llm: DFlashLlama, override: float | None = None) -> Cap:
     """Return the largest distance between two scorings that may count as rounding.
 
-    It depends on the backend and on the coarsest type that values pass through: the weights' or
-    that of the KV cache (F16 unless the caller chose another).
-
     Args:
         llm: An open pair.
         override: The user's own value.
@@ -40,14 +40,15 @@ def delta_cap(llm: DFlashLlama, override: float | None = None) -> Cap:
     from .info import compute_backend
 
     backend = compute_backend(llm.model_params.n_gpu_layers)
-    params = llm.context_params
-    types = [weight_type(llm.metadata), _ggml_type(params.type_k), _ggml_type(params.type_v)]
-    name = "/".join(dict.fromkeys(types))
+    weights = weight_type(llm.metadata)
+    cache = {_ggml_type(t) for t in (llm.context_params.type_k, llm.context_params.type_v)}
+    usual = cache == {_DEFAULT_KV}
+    name = weights if usual else f"{weights}, KV cache {'/'.join(sorted(cache))}"
     if override is not None:
         return Cap(override, backend, name, False)
-    known = DELTA_CAPS.get(backend, {})
-    if all(t in known for t in types):
-        return Cap(max(known[t] for t in types), backend, name, True)
+    known = DELTA_CAPS.get(backend, {}).get(weights) if usual else None
+    if known is not None:
+        return Cap(known, backend, name, True)
     return Cap(max(DELTA_CAPS["CPU"].values()), backend, name, False)
 
 

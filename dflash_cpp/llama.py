@@ -72,7 +72,7 @@ class DFlashLlama(TargetMemory):
     ):
         _options.check_keywords(kwargs, _LLAMA_KEYWORDS)
         _options.check_arguments(model_path, draft_path, n_draft, p_min, verify)
-        self._draft_path = os.fspath(draft_path)
+        self._draft_path = os.path.abspath(draft_path)  # opened again after a change of folder
         self._draft_options: dict[str, Any] = {
             "n_draft": n_draft,
             "p_min": float(p_min),
@@ -238,32 +238,37 @@ class DFlashLlama(TargetMemory):
             record.resume()
             while True:
                 room = -1 if limit is None else max(0, limit - record.emitted - 1)
-                result = self._round(turn, session, sampler, token, room)
-                start = self.n_tokens + 1
+                start, result = self._round(turn, session, sampler, token, room)
                 for k, token in enumerate(result.tokens):
-                    # as if `token` alone had been sampled after everything before it
-                    self.n_tokens = start + k
-                    self._surplus = result.tokens[k:-1]
-                    self.last_token_drafted = k < result.n_accepted
-                    seen = self.n_tokens
-                    if stop is not None and stop(self._input_ids[:seen], self._scores[0, :]):
+                    self._advance(turn, start, result, k)
+                    if stop is not None and stop(self._input_ids, self._scores[0, :]):
                         return
                     record.pause()
                     yield token
                     record.resume()
-                    self._check_turn(turn)
-                    self.input_ids[seen : seen + 1] = token
         finally:
             # The surplus is not rolled back here but by the next call: a recurrent target can go
             # back only once, and the next prompt may want to go back further.
-            if self._turn is turn:
-                if self._surplus:
-                    self._sampler = None  # it has accepted tokens that nobody has seen
-                self._take_turn()
+            with self._lock:
+                if self._turn is turn:
+                    if self._surplus:
+                        self._sampler = None  # it has accepted tokens that nobody has seen
+                    self._take_turn()
+
+    def _advance(self, turn: object, start: int, result: StepResult, k: int) -> None:
+        """Make it look as if token `k` alone had been sampled after everything before it."""
+        with self._lock:
+            self._check_turn(turn)
+            if k:
+                self.input_ids[start + k - 1 : start + k] = result.tokens[k - 1]
+            self.n_tokens = start + k
+            self._surplus = result.tokens[k:-1]
+            self.last_token_drafted = k < result.n_accepted
 
     def _round(
         self, turn: object, session: Session, sampler: Any, token: int, room: int
-    ) -> StepResult:
+    ) -> tuple[int, StepResult]:
+        """Decode `token` and a draft; returns the number of tokens after `token`, and the next."""
         with self._lock:
             self._check_turn(turn)
             n = self.n_tokens
@@ -278,7 +283,7 @@ class DFlashLlama(TargetMemory):
                 self.n_tokens = n
                 result = StepResult((int(sampler.sample(self._ctx)),), 0)
             self.input_ids[n : n + 1] = token
-            return result
+            return n + 1, result
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         self._need_open()

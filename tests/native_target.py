@@ -88,6 +88,18 @@ class NativeTarget:
             out.append(int(self.decode(out[-1:], len(prompt) + len(out) - 1)[0].argmax()))
         return out
 
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text; special tokens are parsed, none is added."""
+        vocab, raw = self.lc.llama_model_get_vocab(self.model), text.encode()
+        ids = (self.lc.llama_token * (len(raw) + 8))()
+        n = self.lc.llama_tokenize(vocab, raw, len(raw), ids, len(ids), False, True)
+        return list(ids[:n])
+
+    def eog_ids(self) -> set[int]:
+        """Ids that end a generation."""
+        vocab = self.lc.llama_model_get_vocab(self.model)
+        return {i for i in range(self.n_vocab) if self.lc.llama_vocab_is_eog(vocab, i)}
+
     def close(self) -> None:
         """Free context and model."""
         self.lc.llama_free(self.ctx)

@@ -295,6 +295,31 @@ class ReferenceDraft:
         return result.output_ids[0, len(prompt) :].tolist(), list(result.acceptance_lengths)
 
 
+def speculate(
+    target: nn.Module, draft: ReferenceDraft, prompt: list[int], n_predict: int
+) -> tuple[list[int], list[int]]:
+    """The reference's greedy loop without any cache, for hybrid targets.
+
+    Rolling back transformers' cache restores the convolution states of gated-delta-net layers but
+    not their recurrent states (5.15.0), so the reference's own loop leaves the target's text there.
+
+    Returns:
+        As `ReferenceDraft.generate`; every block is whole.
+    """
+    text = [*prompt, int(target_logits(target, prompt)[-1].argmax())]
+    lengths = []
+    while len(text) - len(prompt) < n_predict:
+        features = target_features(target, text[:-1], draft.target_layer_ids)
+        path = draft.block(features, text[-1]).path.tolist()
+        choice = target_logits(target, text + path)[len(text) - 1 :].argmax(axis=1).tolist()
+        n = 0
+        while n < len(path) and path[n] == choice[n]:
+            n += 1
+        text += choice[: n + 1]
+        lengths.append(n + 1)
+    return text[len(prompt) :][:n_predict], lengths
+
+
 def along_path(lattice: np.ndarray, candidates: np.ndarray, path: list[int]) -> np.ndarray:
     """Rows of a lattice [n, k, k] that a walk over `path` reads, [len(path), k]."""
     row, out = 0, []

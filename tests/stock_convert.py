@@ -18,15 +18,17 @@ from pathlib import Path
 
 def main(tree: Path, pre: str, arguments: list[str]) -> None:
     """Convert with the program in `tree`."""
-    if importlib.util.find_spec("sentencepiece") is None:
-        sys.modules["sentencepiece"] = types.ModuleType("sentencepiece")
-        sys.modules["sentencepiece"].SentencePieceProcessor = None
     sys.path[:0] = [str(tree), str(tree / "gguf-py")]
     sys.argv = ["convert_hf_to_gguf.py", *arguments]
     import convert_hf_to_gguf
     from conversion.base import TextModel
 
-    TextModel.get_vocab_base_pre = lambda self, tokenizer: pre
+    if importlib.util.find_spec("sentencepiece") is None:
+        stand_in = types.ModuleType("sentencepiece")
+        stand_in.SentencePieceProcessor = object  # type: ignore[attr-defined]
+        sys.modules["sentencepiece"] = stand_in
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: pre  # type: ignore[method-assign]
     convert_hf_to_gguf.main()
 
 

@@ -62,6 +62,8 @@ class TargetSpec:
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
             raise ValueError(f"architecture {self.arch!r}, expected one of {', '.join(ARCHS)}")
+        if self.n_head % self.n_head_kv or self.ssm_v_heads % self.ssm_k_heads:
+            raise ValueError("query heads must be a multiple of key heads")  # llama.cpp aborts
 
     def is_recurrent(self, layer: int) -> bool:
         """Does this layer keep a recurrent state instead of keys and values?"""
@@ -264,8 +266,9 @@ def write_target(
     writer.add_rope_freq_base(spec.rope_base)
     writer.add_rope_dimension_count(spec.n_rot)
     if spec.arch == "qwen35":
-        third = -(-spec.n_rot // 6)
-        writer.add_rope_dimension_sections([third, third, spec.n_rot // 2 - 2 * third, 0])
+        # rotated pairs take turns among three position axes; a pair left over would not rotate
+        pairs = spec.n_rot // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
         writer.add_ssm_conv_kernel(spec.ssm_conv)
         writer.add_ssm_state_size(spec.ssm_state)
         writer.add_ssm_group_count(spec.ssm_k_heads)

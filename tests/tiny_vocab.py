@@ -68,7 +68,6 @@ class Vocab:
         writer.add_add_space_prefix(False)
         writer.add_chat_template(CHAT_TEMPLATE)
 
-
     def write_hf(self, directory: Path) -> None:
         """Write a byte-level BPE as a Hugging Face tokenizer (tokenizer.json and its config)."""
         if self.model != "gpt2":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def convert(
         ignore_keys=frozenset(ignore_keys),
         name=str(checkpoint / "config.json"),
     )
-    plan = build_plan(source, config, model, outtype, strict=strict)
+    plan = build_plan(source, config, model, outtype, strict)
     names = Names(checkpoint, model)
     path = output_path(None if outfile is None else Path(outfile), names, plan.out)
     check_output(path, force=force or dry_run)
@@ -143,7 +143,7 @@ def convert(
 
     with console.progress("checking", plan.source_nbytes) as ticker:
         digest = scan(plan, ticker)
-    plan = build_plan(source, config, model, outtype, names.keys(config, digest), strict)
+    plan = replace(plan, keys=(*names.keys(digest), *plan.keys))
     size = plan.nbytes
     if not dry_run:
         with new_file(path, force=force, nbytes=plan.nbytes) as part:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .config import DraftConfig
 from .errors import InputError
 from .plan import PlannedKey
 from .schema import OutType
@@ -74,7 +73,7 @@ class Names:
             stem = stem[len(PREFIX) :]
         return f"{PREFIX}{stem}.gguf"
 
-    def keys(self, config: DraftConfig, digest: str) -> list[PlannedKey]:
+    def keys(self, digest: str) -> list[PlannedKey]:
         """Return the `general.*` keys and where the file came from.
 
         Args:

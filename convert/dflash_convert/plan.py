@@ -6,7 +6,6 @@ listed at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,14 +123,12 @@ def build_plan(
     config: DraftConfig,
     target: Target,
     outtype: str = AUTO,
-    metadata: Sequence[PlannedKey] = (),
     strict: bool = False,
 ) -> Plan:
     """Plan a conversion.
 
     Args:
         outtype: A name in `OUT_TYPES`, or `auto` for the type of the checkpoint's matrices.
-        metadata: `general.*` and other keys to write besides those of the draft.
         strict: Turn a type fallback or an ignored config key into an error.
 
     Raises:
@@ -167,7 +164,7 @@ def build_plan(
         config=config,
         target=target,
         out=out,
-        keys=(*metadata, *_keys(config, target, out)),
+        keys=tuple(_keys(config, target, out)),
         tensors=tuple(tensors),
         skipped=tuple(skipped),
         warnings=tuple(warnings),

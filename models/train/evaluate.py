@@ -54,11 +54,11 @@ def blocks(draft: Draft, target: Target, features: Tensor, ids: Tensor, prompt: 
     anchors = torch.arange(prompt, len(ids) - 1)
     tokens = torch.full((len(anchors), length + 1), draft.config.mask_token_id)
     tokens[:, 0] = ids[anchors]
-    table = target.embedding.float()
+    rows = F.embedding(tokens, target.embedding).float()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        hidden = draft(features[None].float(), anchors[None], F.embedding(tokens, table)[None])
-        hidden = hidden[0, :, 1:].float()
-        return anchors, hidden, F.linear(hidden, target.head.to(hidden.dtype)).float()
+        hidden = draft(features[None].float(), anchors[None], rows[None])[0, :, 1:]
+        logits = F.linear(hidden, target.head if bf16 else target.head.to(hidden.dtype))
+    return anchors, hidden.float(), logits.float()
 
 
 def agreement(draft: Draft, hidden: Tensor, logits: Tensor, ids: Tensor, anchors: Tensor,
@@ -100,6 +100,7 @@ def expected_rounds(agree: Tensor, left: Tensor) -> tuple[float, float]:
     return sum(reach[:m]), float(left[0])
 
 
+@torch.inference_mode()
 def evaluate(draft: Draft, target: Target, shard: Path, sampled: bool, length: int,
              bf16: bool) -> dict:
     """Totals by class (and "all"): rounds, tokens, and hits by position."""
@@ -117,6 +118,8 @@ def evaluate(draft: Draft, target: Target, shard: Path, sampled: bool, length: i
             continue
         anchors, hidden, logits = blocks(draft, target, features, ids, prompt, length, bf16)
         left = len(ids) - 1 - anchors
+        if i % 20 == 0:
+            print(f"{shard.name}: answer {i + 1} of {len(prompts)}", file=sys.stderr, flush=True)
         at = anchors[:, None] + torch.arange(1, length + 1)
         there = at < len(ids)
         truth = F.pad(ids, (0, length))[at]

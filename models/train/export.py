@@ -32,6 +32,7 @@ def export(draft: Draft, out: Path, command: str) -> int:
     weights = {k: v.detach().bfloat16().contiguous() for k, v in draft.state_dict().items()}
     tmp = out / f"model.safetensors.{os.getpid()}.tmp"
     save_file(weights, tmp, {"format": "pt"})
+    tmp.chmod(0o644)  # save_file leaves it readable by its owner alone
     tmp.replace(out / "model.safetensors")
     for name, text in (("config.json", json.dumps(draft.config.to_hf(), indent=2) + "\n"),
                        ("train_command.txt", command)):

@@ -173,7 +173,8 @@ TEMPLATES: dict[str, list[str]] = {
         "Translate into {lang}: {sentence}",
     ],
     "math": [
-        "{name} has {a} {item} and buys {b} more. How many {item} does {name} have? Show your work.",
+        "{name} has {a} {item} and buys {b} more. How many {item} does {name} have? "
+        "Show your work.",
         "{name} has {a} {item} and gives {b} to {name2}. How many are left? Explain.",
         "A box holds {n} {item}. How many {item} are in {a} boxes?",
         "What is {a} plus {b}? Explain step by step.",

@@ -11,7 +11,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from tiny_checkpoint import draft_tensors, from_bf16_bits, to_bf16_bits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_checkpoint import draft_config, draft_tensors, from_bf16_bits, to_bf16_bits
 
 import dflash_convert
 from dflash_convert import conversion, quantize, verify, write
@@ -597,6 +599,44 @@ def test_a_wrong_key_is_found(
     with pytest.raises(FailureError, match="selector_rank") as caught:
         dflash_convert.convert(small(), small_target, tmp_path / "out.gguf")
     assert "is 9, expected 8" in caught.value.problems[0]
+
+
+_ODD = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=4)
+_KEYS = sorted(draft_config()) + sorted(draft_config()["dflash_config"])
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_mutated_configs_convert_or_are_refused(
+    small: Make, small_target: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    file = tmp_path / "draft" / "config.json"
+    if not file.exists():
+        small()
+        (tmp_path / "whole.json").write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "whole.json").read_text())
+    for _ in range(data.draw(st.integers(1, 2))):
+        key = data.draw(st.sampled_from(_KEYS))
+        place = config["dflash_config"] if key in config.get("dflash_config", {}) else config
+        value = data.draw(_ODD | st.integers(1, 64) | st.lists(st.integers(0, 9), max_size=3))
+        if key != "dflash_config":
+            place[key] = value
+    file.write_text(json.dumps(config))
+    result = dry_run(file.parent, small_target)
+    if isinstance(result, InputError):
+        assert result.message
+    else:
+        assert result.plan.nbytes > 0
+
+
+def dry_run(checkpoint: Path, target: Path) -> conversion.ConvertResult | InputError:
+    """Return what a dry run gives or the one kind of error a config may cause."""
+    try:
+        return dflash_convert.convert(checkpoint, target, dry_run=True)
+    except InputError as exc:
+        return exc
 
 
 def test_the_table_names_every_tensor_of_the_facts() -> None:

@@ -13,9 +13,10 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hf_target import make_hf_target
-from tiny_checkpoint import make_draft_checkpoint
+from tiny_checkpoint import draft_config, make_draft_checkpoint
 
 import dflash_convert
 from dflash_convert.gguf_file import GgufFile, read_gguf
@@ -65,7 +66,7 @@ def test_names_and_keys_are_the_bases(base_gguf_py: Path) -> None:
         "from gguf.constants import MODEL_ARCH, MODEL_TENSORS, TENSOR_NAMES, Keys\n"
         "tensors = [TENSOR_NAMES[t] for t in MODEL_TENSORS[MODEL_ARCH.DFLASH]]\n"
         "keys = [v for g in (Keys.LLM, Keys.Attention, Keys.Rope) for v in vars(g).values()]\n"
-        "keys = [v.format(arch='dflash') for v in keys if isinstance(v, str) and '{arch}' in v]\n"
+        "keys = [v.replace('{arch}', 'dflash') for v in keys if isinstance(v, str)]\n"
         "print(json.dumps([tensors, keys, Keys.Tokenizer.MASK_ID,\n"
         "    {t.name: t.value for t in gguf.LlamaFileType},\n"
         "    {t.name: [t.value, *gguf.GGML_QUANT_SIZES[t]] for t in gguf.GGMLQuantizationType}]))\n"
@@ -140,6 +141,10 @@ def _rope(**parameters: Any) -> dict[str, Any]:
     return {"config_overrides": {"rope_parameters": rope}}
 
 
+def _own(**keys: Any) -> dict[str, Any]:
+    return {"dflash_config": draft_config()["dflash_config"] | keys}
+
+
 _MIXED = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
 
 CASES = {
@@ -166,6 +171,17 @@ CASES = {
     "yarn": Case(_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)),
     "linear": Case(_rope(rope_type="linear", factor=2.0)),
     "partial": Case(_rope(partial_rotary_factor=0.5)),
+    "swa": Case(
+        {
+            "config_overrides": _own(
+                use_swa=True, swa_window_size=33, attention_value_scale=0.707, causal=False
+            )
+            | {"is_causal": None, "layer_types": None}
+        }
+    ),
+    "sinks": Case(
+        {"tensors": {f"layers.{i}.self_attn.sinks": np.ones(4, np.float32) for i in range(5)}}
+    ),
     "mrope": Case({}, mrope=True),
     "mrope-f16": Case({}, "f16", mrope=True),
 }
@@ -246,7 +262,8 @@ llama_cpp.llama_backend_init()
 for path in sys.argv[1:]:
     parameters = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
-    print(path, "loaded" if model else "refused", llama_cpp.llama_model_n_params(model) if model else 0)
+    count = llama_cpp.llama_model_n_params(model) if model else 0
+    print(path, "loaded" if model else "refused", count)
     if not model:
         print("".join(lines[-8:]))
 """

@@ -212,7 +212,7 @@ def test_recipe_end_to_end(target, tmp_path, monkeypatch):
     args = argparse.Namespace(
         target=target.path, features=feats, out=run, minutes=0.5, more=False, lr=3e-3,
         warmup=0.05, hold=0.5, sequences=8, anchors=8, short=0.3, hard=1.0, gamma=3.0,
-        selector=1.0, layers=2, rank=8, no_conv=False, no_selector=False, seed=1)
+        selector=1.0, layers=2, rank=8, no_conv=False, no_selector=False, seed=1, profile=False)
     tr.run(args)
     assert (run / "state.pt").is_file()
     out = tmp_path / "checkpoint"

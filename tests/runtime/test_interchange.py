@@ -196,3 +196,47 @@ def test_both_converters_write_the_same_model(arch: str, stock_draft: Callable) 
         np.testing.assert_array_equal(ours.values(name), theirs.values(name), err_msg=name)
     for key in theirs.keys("dflash."):
         assert ours.field(key) == pytest.approx(theirs.field(key)), key
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("llama", {"wrong": 0.2}),
+        ("qwen3", {"drift": 0.28, "busy": True}),
+        ("qwen35", {"drift": 0.15, "busy": True}),
+    ],
+    ids=["llama", "qwen3", "qwen35"],
+)
+def test_both_servers_draft_alike(
+    arch: str, options: dict[str, Any], make_bigram: Callable, bin_dir: Path, stock_bin_dir: Path
+) -> None:
+    """The stock server's own drafting, not our driver of it."""
+    from dflash_cpp.server import LlamaServer
+
+    pair = make_bigram(arch, **options)
+    arguments = [
+        *("-m", str(pair.target), "-md", str(pair.draft), "--spec-type", "draft-dflash"),
+        *("--spec-draft-n-max", "7", "-c", "1024", "-np", "1", "-t", "1"),
+    ]
+    answers = []
+    for folder in (bin_dir, stock_bin_dir):
+        with LlamaServer(arguments, program=folder / "llama-server") as server:
+            answers.append(
+                [
+                    server.post(
+                        "/completion",
+                        {
+                            "prompt": random_ids(50, seed),
+                            "n_predict": 100,
+                            "temperature": 0,
+                            "cache_prompt": False,
+                        },
+                    )
+                    for seed in range(3)
+                ]
+            )
+    ours, stock = answers
+    assert [a["content"] for a in ours] == [a["content"] for a in stock]
+    for key in ("draft_n", "draft_n_accepted", "predicted_n"):
+        assert [a["timings"][key] for a in ours] == [a["timings"][key] for a in stock], key
+    assert all(0 < a["timings"]["draft_n_accepted"] < a["timings"]["draft_n"] for a in stock)

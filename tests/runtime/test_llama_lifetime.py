@@ -456,7 +456,18 @@ def test_two_instances_in_two_threads(open_llama: Any) -> None:
     assert list(found.values()) == [expected, expected]
 
 
-def test_one_instance_in_two_threads(open_llama: Any) -> None:
+@pytest.fixture
+def switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("n_threads", [2, 4])
+def test_one_instance_in_several_threads(
+    open_llama: Any, switch_often: None, n_threads: int
+) -> None:
     """Each call ends with the right text or with the error, never with another text."""
     from dflash_cpp import DFlashStateError
 
@@ -471,12 +482,12 @@ def test_one_instance_in_two_threads(open_llama: Any) -> None:
             except DFlashStateError as exc:
                 outcomes.append(str(exc))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=work) for _ in range(n_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(300)
-    assert len(outcomes) == 10
+    assert len(outcomes) == 5 * n_threads
     for outcome in outcomes:
         assert outcome == expected or "another call has changed the context" in outcome
     assert take(llm, PROMPT, 40, temp=0.0) == expected

@@ -120,10 +120,11 @@ def test_session_rollback_is_exact_or_refused(twins: Twins, n_decoded: int) -> N
     assert refused == 0 or llm._is_hybrid
 
 
-def test_context_full(opened: Twins) -> None:
+@pytest.mark.parametrize("n_ctx", [256, 100])  # llama.cpp rounds up to 256
+def test_context_full(opened: Twins, n_ctx: int) -> None:
     """Both give the same tokens and then fail at the same place."""
     files = (Path(opened.plain.model_path), Path(opened.ours._draft_path))
-    other = Twins(files, n_ctx=256)
+    other = Twins(files, n_ctx=n_ctx)
     try:
 
         def ask(llm: Any) -> tuple[list[int], str]:
@@ -141,8 +142,9 @@ def test_context_full(opened: Twins) -> None:
         other.same(lambda llm: take(llm, PROMPT, 10, temp=0.0))
         for options in ({"max_tokens": None}, {"max_tokens": 1000}, {"max_tokens": -1}):
             other.same(lambda llm, o=options: answer(llm.create_completion(PROMPT, seed=1, **o)))
-        long = list(range(20, 20 + 255))
-        other.same(lambda llm: answer(llm.create_completion(long, max_tokens=5, seed=1)))
+        if n_ctx == 256:  # with fewer, `Llama` itself has no room to note long prompts
+            long = list(range(20, 20 + 255))
+            other.same(lambda llm: answer(llm.create_completion(long, max_tokens=5, seed=1)))
         with pytest.raises(ValueError, match="exceed context window"):
             other.ours.create_completion(list(range(20, 20 + 256)))
     finally:

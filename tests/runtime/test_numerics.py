@@ -166,6 +166,41 @@ def test_rounds_equal_the_reference(
     assert n_equal >= n_rounds - 1
 
 
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ({"tied": True}, {}),
+        ({"vocab": "spm"}, {}),
+        (
+            {"n_vocab": 1000, "n_embd": 512, "n_head": 8, "head_dim": 64, "n_layer": 8},
+            {"target_layer_ids": (1, 3, 6)},
+        ),
+        (
+            {"n_embd": 96, "n_head": 3, "n_head_kv": 1, "head_dim": 32, "n_ff": 128},
+            {"top_k": 8, "rank": 8},
+        ),
+    ],
+    ids=["tied head", "SentencePiece", "wider and deeper", "narrow"],
+)
+@pytest.mark.parametrize("arch", ["llama", "qwen35"])
+def test_other_targets(
+    arch: str,
+    target: dict[str, Any],
+    draft: dict[str, Any],
+    make_pair: Callable,
+    reference: Callable,
+    oracle: Any,
+) -> None:
+    from our_pair import OurPair
+
+    pair = make_pair(arch, target=target, **draft)
+    text = random_ids(40)
+    with OurPair({"target": pair.target, "draft": pair.draft, "kv": "f32"}) as ours:
+        text.append(ours.prompt(text))
+        traces = play(ours, text, 3)
+    check(oracle, reference(pair.target, pair.checkpoint), text, traces, EXACT)
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen35"])
 def test_text_is_that_of_the_torch_target(
     arch: str, make_pair: Callable, reference: Callable, oracle: Any

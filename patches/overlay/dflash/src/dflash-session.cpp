@@ -66,6 +66,7 @@ struct dflash_session {
     dflash_overlap overlap_stats; // as it was when the statistics were reset
 
     dflash_rewind rewind = DFLASH_REWIND_CUT;
+    int32_t       n_latest   = 0;     // tokens of the target's latest decode, as long as they are its end; 0 = unknown
     bool          taps_ready = false; // the target has decoded at least once since the taps were set
 
     // DFLASH_REWIND_CHECKPOINT: state before the latest round and the tokens decoded since
@@ -118,6 +119,7 @@ void dflash_session::decode(const llama_token * tokens, int32_t n, llama_pos pos
         batch.logits  [i]    = all_logits || i == n - 1;
     }
 
+    n_latest = 0;
     const int32_t rc = llama_decode(ctx, batch);
     if (rc == 1) {
         throw dflash_error(DFLASH_E_MEMORY, dflash_format("the target's context of %u tokens is full at position %d", llama_n_ctx_seq(ctx), pos));
@@ -130,6 +132,7 @@ void dflash_session::decode(const llama_token * tokens, int32_t n, llama_pos pos
     }
     llama_synchronize(ctx);
     taps_ready = true;
+    n_latest   = n;
 }
 
 // make the target's memory end at n_keep
@@ -140,7 +143,11 @@ void dflash_session::cut(llama_pos n_keep) {
     llama_memory_t mem = llama_get_memory(ctx);
 
     if (n_keep == 0 || rewind != DFLASH_REWIND_CHECKPOINT) {
-        if (!llama_memory_seq_rm(mem, 0, n_keep, -1)) {
+        // a decode of n tokens writes the states after its last n tokens only: older snapshots belong to other positions,
+        // which llama_memory_seq_rm does not know
+        const bool stale = rewind == DFLASH_REWIND_SNAPSHOT && n_keep > 0 && pos_end() - n_keep >= n_latest;
+        n_latest = 0;
+        if (stale || !llama_memory_seq_rm(mem, 0, n_keep, -1)) {
             throw dflash_error(DFLASH_E_MEMORY, dflash_format(
                     "the target's recurrent layers cannot go back from position %d to %d (%u snapshots); start again from position 0",
                     pos_end(), n_keep, llama_n_rs_seq(ctx)));
@@ -602,6 +609,7 @@ int dflash_session_decoded(dflash_session * session, int32_t n_tokens) {
         }
         session->ckpt_pos   = -1;
         session->rng_seeded = false;
+        session->n_latest = n_tokens;
         session->stats.n_prompt += n_tokens;
         session->inject(n_tokens, end - n_tokens);
         session->n_past = end;
