@@ -287,7 +287,7 @@ def demo(
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Prompts at most.")] = None,
     n_predict: Annotated[
-        int | None, typer.Option("-n", "--n-predict", min=2, help="Tokens per answer [128].")
+        int | None, typer.Option("-n", "--n-predict", min=2, help="Tokens per answer [96].")
     ] = None,
     repeat: Annotated[
         int | None, typer.Option("-r", "--repeat", min=1, help="Repetitions [3].")
@@ -311,6 +311,7 @@ def demo(
     console = Console(json=json, quiet=quiet, progress=not no_progress)
     from . import demo as job
     from .demo_report import show
+    from .machine import busy_share
 
     options = job.make_options(
         quick=quick,
@@ -330,6 +331,7 @@ def demo(
     )
     where = job.start_machine(options)
     results = job.run_demo(options, console)
+    where["busy_after"] = busy_share()
     show(options, results, where, console)
     console.json(job.document(options, results, where))
     if job.failed(results):

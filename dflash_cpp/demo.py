@@ -103,7 +103,7 @@ class TypeResult:
 
 
 # what --quick changes, and what holds without it
-FULL = {"types": "Q8_0,F16", "limit": 12, "n_predict": 128, "repeat": 3}
+FULL = {"types": "Q8_0,F16", "limit": 6, "n_predict": 96, "repeat": 3}
 QUICK = {"types": "Q8_0", "limit": 6, "n_predict": 64, "repeat": 1}
 
 

@@ -9,6 +9,7 @@ from dflash_convert.console import Console
 
 from .demo import LANES, PLAIN, DemoOptions, TypeResult, python_speed
 from .info import build_info
+from .machine import BUSY_SHARE
 from .measure import same_tokens, speed_ratio
 
 
@@ -42,10 +43,11 @@ def show(
         f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['system']}; "
         f"llama.cpp {str(build.get('base_commit', 'unknown'))[:9]}; {where['date']}."
     )
-    if where["busy"]:
+    busy = [share for share in (where["busy_before"], where.get("busy_after")) if share is not None]
+    if busy and max(busy) > BUSY_SHARE:
         console.warning(
-            f"the machine was busy before the run (load {where['load_before']:.1f} on "
-            f"{where['cores']} cores): the speeds say little, run the demo again when it is idle"
+            f"other work took {100 * max(busy):.0f} % of the processor before or after the run: "
+            "the speeds say little, run the demo again when the machine is idle"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from bigram import Bigram
 from dflash_convert.errors import FailureError, InputError
 from dflash_cpp import demo_pair
 from dflash_cpp.demo import FULL, QUICK, make_options
+from dflash_cpp.machine import busy_share
 
 
 def options(**change: Any) -> Any:
@@ -23,7 +26,7 @@ def options(**change: Any) -> Any:
 
 def test_defaults() -> None:
     full = options()
-    assert (full.types, full.n_predict, full.repeat) == (["Q8_0", "F16"], 128, 3)
+    assert (full.types, full.n_predict, full.repeat) == (["Q8_0", "F16"], 96, 3)
     assert len(full.prompts) == FULL["limit"]
     assert len({p.klass for p in full.prompts}) == 6
     quick = options(quick=True)
@@ -61,6 +64,24 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         demo_pair.find_checkpoint()
     with pytest.raises(InputError, match="holds no checkpoint"):
         demo_pair.convert_draft(tmp_path, tmp_path / "t.gguf", "f16", tmp_path)
+
+
+def test_a_busy_processor_is_noticed() -> None:
+    # children that do nothing but work keep every processor in use
+    share = busy_share(0.2)
+    if share is None:
+        pytest.skip("this system does not tell how busy it is")
+    assert 0.0 <= share <= 1.0
+    work = [sys.executable, "-c", "while True: pass"]
+    spinning = [subprocess.Popen(work) for _ in range(os.cpu_count() or 1)]
+    try:
+        found = busy_share(0.5)
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+    assert found is not None
+    assert found > 0.5
 
 
 @pytest.mark.native
@@ -105,6 +126,7 @@ def test_the_whole_demo(
     document = json.loads(done.out)
     assert document["parity"] == {"identical": 2, "tie": 0, "mismatch": 0}
     assert document["machine"]["threads"] == 1
+    assert {"busy_before", "busy_after", "cpu", "date"} <= set(document["machine"])
     (result,) = document["results"]
     # nothing is claimed of a build that was not there
     assert [lane["name"] for lane in result["server"]] == ["plain", "ours"]

@@ -136,6 +136,9 @@ def test_build_info_and_licences(lib_dir, capsys):
 def test_wheel_is_complete_and_works_by_itself(lib_dir, tmp_path):
     """`pip install .` in small: the wheel is built without isolation, unpacked, and run."""
     environment = {**clean_environment(), "CMAKE_ARGS": "-DLLAMA_BUILD=OFF"}
+    # pip would take the compiler's name from Python; with make's name ccache has it all already.
+    environment |= {name: program for name, program in (("CC", "cc"), ("CXX", "c++"))
+                    if name not in environment and shutil.which(program)}  # fmt: skip
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
                "--wheel-dir", str(tmp_path), str(ROOT)]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
