@@ -29,7 +29,7 @@ class DraftStats:
         plain_rounds: Passes of the target without a draft, those of the prompt excepted.
         drafted, accepted: Tokens proposed by the draft; of these, accepted by the target.
         reject_rounds: Of the rounds, those verified by rejection sampling.
-        greedy_draft_rounds: Of these, those with the draft's likeliest tokens instead of drawn ones.
+        greedy_draft_rounds: Of these, those with the draft's likeliest tokens, not drawn ones.
         visited: Positions where the distributions of target (p) and draft (q) were compared.
         overlap: Mean sum of min(p, q) there: how often a drawn draft token is accepted.
         top: Mean p of the draft's likeliest token there: how often that one is accepted.
