@@ -84,8 +84,10 @@ class Mini:
     def run(self, *arguments: object) -> int:
         return patchset.main(["--patches", str(self.patches), *map(str, arguments)])
 
-    def spawn(self, *arguments: object, **options: object) -> subprocess.Popen:
-        command = [sys.executable, patchset.__file__, "--patches", str(self.patches)]
+    def spawn(self, *arguments: object, code: str = "", **options: object) -> subprocess.Popen:
+        """The program as a process; `code` runs in its place and gets its path as argv[1]."""
+        start = ["-c", code, patchset.__file__] if code else [patchset.__file__]
+        command = [sys.executable, *start, "--patches", str(self.patches)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([*command, *map(str, arguments)], **(pipes | options))
 
