@@ -43,6 +43,16 @@ def lib_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def our_library() -> None:
+    """libdflash and its libllama, loaded before anything imports llama_cpp."""
+    from dflash_cpp import _libs
+
+    if _libs.find_library("dflash") is None:
+        pytest.skip("libdflash is missing; run `make build`")
+    _libs.load()
+
+
+@pytest.fixture(scope="session")
 def bin_dir() -> Path:
     """Folder of our llama-server, llama-cli, llama-quantize and llama-bench."""
     return _needed(ROOT / "dflash_cpp" / "bin" / "llama-server", "make build").parent

@@ -21,6 +21,9 @@ T = TypeVar("T")
 DRIFT = {"llama": 0.25, "qwen3": 0.25, "qwen35": 0.15}
 ARCHS = tuple(DRIFT)
 
+PROMPT = list(range(20, 80))
+TEXT = "the quick brown fox jumps over the lazy dog"
+
 # one thread: the machine may be busy, and tiny matrices gain nothing from two
 SETTINGS: dict[str, Any] = {
     "n_ctx": 512,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from prompts import heldout_prompts, training_prompts
-from target import Target, TargetError
+from target import Target, finish
 from tokens import chat_ids, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -41,13 +41,14 @@ def own_prompts(target: Target, count: int, seed: int) -> list[list[int]]:
     cut = len(opening) - len(tok.encode("<|im_end|>\n<|im_start|>assistant\n").ids)
     gen = torch.Generator().manual_seed(seed)
     turns = target.generate([opening[:cut]] * count, 80, torch.full((count,), 0.9), gen)
-    return [opening[:cut] + t[:-1] + opening[cut:] for t in turns
-            if t[-1] == target.config.eos and len(t) > 4]
+    return [
+        opening[:cut] + t[:-1] + opening[cut:]
+        for t in turns
+        if t[-1] == target.config.eos and len(t) > 4
+    ]
 
 
-def answer(
-    target: Target, rows: list[dict], max_new: int, seed: int, name: str = ""
-) -> list[dict]:
+def answer(target: Target, rows: list[dict], max_new: int, seed: int, name: str = "") -> list[dict]:
     """Adds `answer` (token ids) to rows that hold `ids` and `temperature`."""
     gen = torch.Generator().manual_seed(seed)
     heat = torch.tensor([r["temperature"] for r in rows], dtype=torch.float32)
@@ -92,8 +93,15 @@ def cmd_heldout(args: argparse.Namespace) -> None:
         path = args.out / f"heldout-{name}.jsonl"
         if path.exists():
             continue
-        part = [{"class": r["class"], "origin": r["origin"], "ids": chat_ids(tok, r["prompt"]),
-                 "temperature": heat} for r in rows]
+        part = [
+            {
+                "class": r["class"],
+                "origin": r["origin"],
+                "ids": chat_ids(tok, r["prompt"]),
+                "temperature": heat,
+            }
+            for r in rows
+        ]
         write_lines(path, answer(target, part, args.max_new, 7, f"{name}: "))
 
 
@@ -101,8 +109,11 @@ def cmd_prompts(args: argparse.Namespace) -> None:
     """Rewrites the templated part of heldout.jsonl; handwritten rows are kept."""
     kept = [r for r in read_lines(args.prompts) if r["origin"] == "handwritten"]
     trained = {r["prompt"] for r in training_prompts(20_000)}  # templates of numbers only collide
-    made = [r | {"origin": "template"} for r in heldout_prompts(2 * args.count)
-            if r["prompt"] not in trained][: args.count]
+    made = [
+        r | {"origin": "template"}
+        for r in heldout_prompts(2 * args.count)
+        if r["prompt"] not in trained
+    ][: args.count]
     write_lines(args.prompts, kept + made)
     print(f"{args.prompts}: {len(kept)} handwritten, {len(made)} from templates")
 
@@ -129,15 +140,7 @@ def main() -> int:
     sub.choices["prompts"].add_argument("--count", type=int, default=96)
     args = parser.parse_args()
     torch.set_num_threads(getattr(args, "threads", 1))
-    try:
-        args.run(args)
-    except TargetError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return finish(lambda: args.run(args))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from export import load_run
 from model import Draft, DraftConfig, propose
 from safetensors import safe_open
 from safetensors.torch import load_file
-from target import Target, TargetError
+from target import Target, finish
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -32,13 +32,26 @@ def load_checkpoint(folder: Path) -> Draft:
     nested = raw["dflash_config"]
     weights = load_file(folder / "model.safetensors")
     config = DraftConfig(
-        raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
-        raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"],
-        raw["vocab_size"], raw["rms_norm_eps"], raw["rope_theta"],
-        raw["max_position_embeddings"], raw["num_target_layers"], raw["eos_token_id"],
-        tuple(nested["target_layer_ids"]), nested["mask_token_id"], nested["block_size"],
-        raw["sliding_window"], nested["conv_kernel_size"], nested["conv_group_size"],
-        nested["selector_rank"], nested["selector_top_k"],
+        raw["hidden_size"],
+        raw["intermediate_size"],
+        raw["num_hidden_layers"],
+        raw["num_attention_heads"],
+        raw["num_key_value_heads"],
+        raw["head_dim"],
+        raw["vocab_size"],
+        raw["rms_norm_eps"],
+        raw["rope_theta"],
+        raw["max_position_embeddings"],
+        raw["num_target_layers"],
+        raw["eos_token_id"],
+        tuple(nested["target_layer_ids"]),
+        nested["mask_token_id"],
+        nested["block_size"],
+        raw["sliding_window"],
+        nested["conv_kernel_size"],
+        nested["conv_group_size"],
+        nested["selector_rank"],
+        nested["selector_top_k"],
         use_conv=any("conv" in k for k in weights),
         use_selector=any("selector" in k for k in weights),
     )
@@ -48,8 +61,15 @@ def load_checkpoint(folder: Path) -> Draft:
 
 
 @torch.inference_mode()
-def blocks(draft: Draft, target: Target, features: Tensor, ids: Tensor, prompt: int,
-           length: int, bf16: bool) -> tuple[Tensor, Tensor, Tensor]:
+def blocks(
+    draft: Draft,
+    target: Target,
+    features: Tensor,
+    ids: Tensor,
+    prompt: int,
+    length: int,
+    bf16: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """All anchors of one answer: positions [M], hidden [M, length, H], logits [M, length, V]."""
     anchors = torch.arange(prompt, len(ids) - 1)
     tokens = torch.full((len(anchors), length + 1), draft.config.mask_token_id)
@@ -61,8 +81,9 @@ def blocks(draft: Draft, target: Target, features: Tensor, ids: Tensor, prompt: 
     return anchors, hidden.float(), logits.float()
 
 
-def agreement(draft: Draft, hidden: Tensor, logits: Tensor, ids: Tensor, anchors: Tensor,
-              logp: Tensor) -> Tensor:
+def agreement(
+    draft: Draft, hidden: Tensor, logits: Tensor, ids: Tensor, anchors: Tensor, logp: Tensor
+) -> Tensor:
     """P(draft agrees with the sampled path | it agreed so far) [M, length], temperature 1."""
     length = hidden.shape[1]
     unary, candidates = logits.topk(draft.config.top_k, -1)
@@ -101,15 +122,24 @@ def expected_rounds(agree: Tensor, left: Tensor) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def evaluate(draft: Draft, target: Target, shard: Path, sampled: bool, length: int,
-             bf16: bool) -> dict:
+def evaluate(
+    draft: Draft, target: Target, shard: Path, sampled: bool, length: int, bf16: bool
+) -> dict:
     """Totals by class (and "all"): rounds, tokens, and hits by position."""
     meta = safe_open(shard, "pt").metadata()
     classes, origins = json.loads(meta["classes"]), json.loads(meta["origins"])
     data = load_file(shard)
     starts, prompts = data["starts"].tolist(), data["prompts"].tolist()
-    zero = lambda: {"rounds": 0.0, "tokens": 0.0, "answers": 0,  # noqa: E731
-                    "hits": torch.zeros(4, length), "blocks": torch.zeros(length)}
+
+    def zero():
+        return {
+            "rounds": 0.0,
+            "tokens": 0.0,
+            "answers": 0,
+            "hits": torch.zeros(4, length),
+            "blocks": torch.zeros(length),
+        }
+
     totals: dict[str, dict] = defaultdict(zero)
     for i, prompt in enumerate(prompts):
         part = slice(starts[i], starts[i + 1])
@@ -133,7 +163,7 @@ def evaluate(draft: Draft, target: Target, shard: Path, sampled: bool, length: i
             while a < len(anchors):
                 rounds, a = rounds + 1, a + good[a] + 1
         # recall of the logits alone, of the candidates, and of the selector after the true token
-        top1 = (candidates[..., 0] == truth)
+        top1 = candidates[..., 0] == truth
         top16 = (candidates == truth[..., None]).any(-1)
         whole = ((path == truth) & there).long().cumprod(-1).bool()
         score = logits.gather(-1, candidates)
@@ -152,19 +182,32 @@ def evaluate(draft: Draft, target: Target, shard: Path, sampled: bool, length: i
 
 def report(totals: dict, title: str) -> str:
     """Markdown: accepted length by class, and recall by position over all answers."""
-    lines = [f"**{title}**", "", "| prompts | answers | tokens | accepted length |",
-             "| --- | --: | --: | --: |"]
+    lines = [
+        f"**{title}**",
+        "",
+        "| prompts | answers | tokens | accepted length |",
+        "| --- | --: | --: | --: |",
+    ]
     for name in sorted(totals, key=lambda n: (n != "all", n.startswith("origin"), n)):
         t = totals[name]
-        lines.append(f"| {name} | {t['answers']} | {t['tokens']:.0f} | "
-                     f"{t['tokens'] / t['rounds']:.2f} |")
+        lines.append(
+            f"| {name} | {t['answers']} | {t['tokens']:.0f} | {t['tokens'] / t['rounds']:.2f} |"
+        )
     t = totals["all"]
     length = len(t["blocks"])
-    lines += ["", "| recall at position | " + " | ".join(str(i + 1) for i in range(length)) + " |",
-              "| --- |" + " --: |" * length]
-    for row, name in enumerate(("Top-1 of the logits", "Top-16 of the logits",
-                                "selector, given the true predecessor",
-                                "whole path up to here right")):
+    lines += [
+        "",
+        "| recall at position | " + " | ".join(str(i + 1) for i in range(length)) + " |",
+        "| --- |" + " --: |" * length,
+    ]
+    for row, name in enumerate(
+        (
+            "Top-1 of the logits",
+            "Top-16 of the logits",
+            "selector, given the true predecessor",
+            "whole path up to here right",
+        )
+    ):
         values = (t["hits"][row] / t["blocks"]).tolist()
         lines.append(f"| {name} | " + " | ".join(f"{v:.3f}" for v in values) + " |")
     return "\n".join(lines) + "\n"
@@ -183,7 +226,8 @@ def main() -> int:
     p.add_argument("--threads", type=int, default=2)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    try:
+
+    def work() -> None:
         target = Target(args.target)
         draft = load_checkpoint(args.checkpoint) if args.checkpoint else load_run(args.run)[0]
         if not 1 <= args.length < draft.config.block:
@@ -193,14 +237,15 @@ def main() -> int:
                 shard = args.heldout / f"heldout-{name}.safetensors"
                 if not shard.is_file():
                     p.error(f"{shard} is missing; run data.py heldout and features.py first")
-                print(report(evaluate(draft, target, shard, name == "sampled", args.length,
-                                      args.bf16), title), flush=True)
-    except TargetError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+                print(
+                    report(
+                        evaluate(draft, target, shard, name == "sampled", args.length, args.bf16),
+                        title,
+                    ),
+                    flush=True,
+                )
+
+    return finish(work)
 
 
 if __name__ == "__main__":

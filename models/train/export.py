@@ -34,8 +34,10 @@ def export(draft: Draft, out: Path, command: str) -> int:
     save_file(weights, tmp, {"format": "pt"})
     tmp.chmod(0o644)  # save_file leaves it readable by its owner alone
     tmp.replace(out / "model.safetensors")
-    for name, text in (("config.json", json.dumps(draft.config.to_hf(), indent=2) + "\n"),
-                       ("train_command.txt", command)):
+    for name, text in (
+        ("config.json", json.dumps(draft.config.to_hf(), indent=2) + "\n"),
+        ("train_command.txt", command),
+    ):
         tmp = out / f"{name}.{os.getpid()}.tmp"
         tmp.write_text(text)
         tmp.replace(out / name)
@@ -44,8 +46,13 @@ def export(draft: Draft, out: Path, command: str) -> int:
 
 def _revision() -> str:
     try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
-                              check=True, cwd=Path(__file__).parent).stdout.strip()
+        return subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -57,10 +64,12 @@ def main() -> int:
     args = parser.parse_args()
     draft, counters = load_run(args.run)
     log = args.run / "commands.txt"
-    lines = [log.read_text().strip() if log.is_file() else "(commands not recorded)",
-             f"revision {_revision()}",
-             f"steps {counters['step']}, anchors {counters['anchors']}",
-             *(f"{p} {version(p)}" for p in ("torch", "safetensors", "gguf"))]
+    lines = [
+        log.read_text().strip() if log.is_file() else "(commands not recorded)",
+        f"revision {_revision()}",
+        f"steps {counters['step']}, anchors {counters['anchors']}",
+        *(f"{p} {version(p)}" for p in ("torch", "safetensors", "gguf")),
+    ]
     size = export(draft, args.out, "\n".join(lines) + "\n")
     print(f"{args.out}: {len(draft.state_dict())} tensors, {size / 1e6:.1f} MB")
     return 0

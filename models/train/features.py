@@ -18,7 +18,7 @@ import torch
 from data import read_lines
 from model import DraftConfig
 from safetensors.torch import save_file
-from target import Target, TargetError
+from target import Target, finish
 from torch import Tensor
 
 TEACHER_K = 16
@@ -33,8 +33,9 @@ def collect(target: Target, rows: list[dict], layer_ids: tuple[int, ...], batch:
     `top_logp` [N, 16] and `logp` [N] float32 (zero in prompts).
     """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["ids"]) + len(rows[i]["answer"]))
-    parts: dict[str, list] = {k: [None] * len(rows) for k in
-                              ("ids", "features", "top_ids", "top_logp", "logp")}
+    parts: dict[str, list] = {
+        k: [None] * len(rows) for k in ("ids", "features", "top_ids", "top_logp", "logp")
+    }
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
         seqs = [rows[i]["ids"] + rows[i]["answer"] for i in chosen]
@@ -52,8 +53,13 @@ def collect(target: Target, rows: list[dict], layer_ids: tuple[int, ...], batch:
             value, index = logits.topk(TEACHER_K, -1)
             top_ids[p:], top_logp[p:] = index.int(), value - norm
             logp[p:] = (logits.gather(1, seq[p:, None]) - norm)[:, 0]
-            for key, y in (("ids", seq.int()), ("features", feats[j, pad[j] :].bfloat16()),
-                           ("top_ids", top_ids), ("top_logp", top_logp), ("logp", logp)):
+            for key, y in (
+                ("ids", seq.int()),
+                ("features", feats[j, pad[j] :].bfloat16()),
+                ("top_ids", top_ids),
+                ("top_logp", top_logp),
+                ("logp", logp),
+            ):
                 parts[key][i] = y.clone()
     out: dict[str, Tensor] = {k: torch.cat(v).contiguous() for k, v in parts.items()}
     sizes = torch.tensor([0] + [len(x) for x in parts["ids"]])
@@ -64,9 +70,11 @@ def collect(target: Target, rows: list[dict], layer_ids: tuple[int, ...], batch:
 
 def save_shard(path: Path, tensors: dict[str, Tensor], rows: list[dict]) -> None:
     """Safetensors with the classes as metadata; written beside `path`, then renamed."""
-    meta = {"classes": json.dumps([r["class"] for r in rows]),
-            "temperatures": json.dumps([r["temperature"] for r in rows]),
-            "origins": json.dumps([r.get("origin", "") for r in rows])}
+    meta = {
+        "classes": json.dumps([r["class"] for r in rows]),
+        "temperatures": json.dumps([r["temperature"] for r in rows]),
+        "origins": json.dumps([r.get("origin", "") for r in rows]),
+    }
     tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     save_file(tensors, tmp, meta)
     tmp.replace(path)
@@ -83,7 +91,8 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    try:
+
+    def work() -> None:
         target = Target(args.target, torch.float32 if args.float32 else torch.bfloat16)
         layer_ids = DraftConfig.for_target(target).target_layer_ids
         for path in sorted(args.answers.glob(args.pattern)):
@@ -95,13 +104,8 @@ def main() -> int:
             save_shard(out, tensors, rows)
             n = len(tensors["ids"])
             print(f"{out.name}: {n} tokens, {n / (time.time() - start):.0f}/s", flush=True)
-    except TargetError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+
+    return finish(work)
 
 
 if __name__ == "__main__":

@@ -48,29 +48,58 @@ class DraftConfig:
     def for_target(cls, target: Target, layers: int = 3, **kwargs) -> DraftConfig:
         """A draft that shares the target's width, heads, rope and vocabulary."""
         c = target.config
-        return cls(c.hidden, c.ffn, layers, c.heads, c.kv_heads, c.head_dim, c.vocab, c.eps,
-                   c.rope_theta, c.context, c.n_layers, c.eos, **kwargs)
+        return cls(
+            c.hidden,
+            c.ffn,
+            layers,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            c.vocab,
+            c.eps,
+            c.rope_theta,
+            c.context,
+            c.n_layers,
+            c.eos,
+            **kwargs,
+        )
 
     def to_hf(self) -> dict:
         """The published form: Qwen3 fields and `dflash_config`."""
         return {
             "architectures": ["DFlash2DraftModel" if self.use_selector else "DFlashDraftModel"],
-            "attention_bias": False, "attention_dropout": 0.0, "block_size": self.block,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "block_size": self.block,
             "dflash_config": {
-                "block_size": self.block, "conv_group_size": self.group,
-                "conv_kernel_size": self.taps, "mask_token_id": self.mask_token_id,
-                "selector_rank": self.rank, "selector_top_k": self.top_k,
+                "block_size": self.block,
+                "conv_group_size": self.group,
+                "conv_kernel_size": self.taps,
+                "mask_token_id": self.mask_token_id,
+                "selector_rank": self.rank,
+                "selector_top_k": self.top_k,
                 "target_layer_ids": list(self.target_layer_ids),
             },
-            "dtype": "bfloat16", "eos_token_id": self.eos, "head_dim": self.head_dim,
-            "hidden_act": "silu", "hidden_size": self.hidden, "intermediate_size": self.ffn,
-            "is_causal": False, "layer_types": ["sliding_attention"] * self.layers,
-            "max_position_embeddings": self.context, "model_type": "qwen3",
-            "num_attention_heads": self.heads, "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads, "num_target_layers": self.n_target_layers,
-            "rms_norm_eps": self.eps, "rope_theta": self.rope_theta,
-            "sliding_window": self.window, "tie_word_embeddings": False,
-            "use_sliding_window": True, "vocab_size": self.vocab,
+            "dtype": "bfloat16",
+            "eos_token_id": self.eos,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "is_causal": False,
+            "layer_types": ["sliding_attention"] * self.layers,
+            "max_position_embeddings": self.context,
+            "model_type": "qwen3",
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "num_target_layers": self.n_target_layers,
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.rope_theta,
+            "sliding_window": self.window,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "vocab_size": self.vocab,
         }
 
     def save(self, path: Path) -> None:
@@ -147,8 +176,9 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(shape))
         return rotate(k, cos, sin), self.v_proj(x).view(shape)
 
-    def forward(self, x: Tensor, context: Tensor, block_rope: tuple, context_rope: tuple,
-                bias: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor, block_rope: tuple, context_rope: tuple, bias: Tensor
+    ) -> Tensor:
         """x [S, M, B, H], context [S, T, H], bias [S, 1, M, 1, T] -> [S, M, B, H]."""
         c = self.c
         s, m, b, _ = x.shape
@@ -166,7 +196,7 @@ class Attention(nn.Module):
         near = q.view(s, g, m, groups * b, c.head_dim) @ k.permute(0, 3, 1, 4, 2)
         p = torch.cat([far, near.float()], -1).softmax(-1).to(dtype)
         t = context.shape[1]
-        out = (p[..., :t].reshape(s, g, m * groups * b, t) @ cv.permute(0, 2, 1, 3))
+        out = p[..., :t].reshape(s, g, m * groups * b, t) @ cv.permute(0, 2, 1, 3)
         out = out.view(s, g, m, groups * b, c.head_dim) + p[..., t:] @ v.permute(0, 3, 1, 2, 4)
         out = out.view(s, g, m, groups, b, c.head_dim).permute(0, 2, 4, 1, 3, 5)
         return self.o_proj(out.reshape(s, m, b, -1))
@@ -250,8 +280,9 @@ class Draft(nn.Module):
         rows = anchors[..., None] + torch.arange(embeddings.shape[2])
         dim, theta = c.head_dim, c.rope_theta
         block_rope = tuple(y[..., None, :].to(context.dtype) for y in rope_tables(rows, dim, theta))
-        context_rope = tuple(y[None, :, None].to(context.dtype)
-                             for y in rope_tables(where, dim, theta))
+        context_rope = tuple(
+            y[None, :, None].to(context.dtype) for y in rope_tables(where, dim, theta)
+        )
         seen = where < anchors[..., None, None]
         seen = seen & (rows[..., None] - where < c.window)  # [S, M, B, T]
         bias = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
@@ -263,9 +294,7 @@ class Draft(nn.Module):
         return self.norm(x)
 
 
-def propose(
-    draft: Draft, hidden: Tensor, logits: Tensor, anchor: Tensor
-) -> tuple[Tensor, Tensor]:
+def propose(draft: Draft, hidden: Tensor, logits: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
     """Greedy walk: hidden [N, B-1, H], logits [N, B-1, V], anchor [N] -> path [N, B-1] and the
     candidates [N, B-1, k]."""
     unary, candidates = logits.float().topk(draft.config.top_k, -1)
@@ -273,9 +302,10 @@ def propose(
     for i in range(hidden.shape[1]):
         score = unary[:, i]
         if draft.candidate_selector is not None:
-            score = score + draft.candidate_selector.bonus(
-                hidden[:, i], previous, candidates[:, i]
-            ).float()
+            score = (
+                score
+                + draft.candidate_selector.bonus(hidden[:, i], previous, candidates[:, i]).float()
+            )
         previous = candidates[:, i].gather(1, score.argmax(-1, keepdim=True))[:, 0]
         path.append(previous)
     return torch.stack(path, 1), candidates
@@ -289,10 +319,17 @@ def init_from_target(draft: Draft, target: Target, sources: tuple[int, ...], rms
     feature counts half. Query and key norms get the size that the target's heads have on average.
     """
     c = draft.config
-    names = {"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
-             "self_attn.o_proj": "o", "mlp.gate_proj": "gate", "mlp.up_proj": "up",
-             "mlp.down_proj": "down", "input_layernorm": "attn_norm",
-             "post_attention_layernorm": "ffn_norm"}
+    names = {
+        "self_attn.q_proj": "q",
+        "self_attn.k_proj": "k",
+        "self_attn.v_proj": "v",
+        "self_attn.o_proj": "o",
+        "mlp.gate_proj": "gate",
+        "mlp.up_proj": "up",
+        "mlp.down_proj": "down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
     for layer, source in zip(draft.layers, sources, strict=True):
         weights = target.layers[source]
         for name, short in names.items():
@@ -308,13 +345,15 @@ def init_from_target(draft: Draft, target: Target, sources: tuple[int, ...], rms
     share = torch.full((n,), 0.5 / max(n - 1, 1))
     share[-1] = 0.5
     noise = 0.1 * draft.fc.weight / draft.fc.weight.std() * c.hidden**-0.5
-    blocks = [torch.eye(c.hidden) * share[i] + noise[:, i * c.hidden : (i + 1) * c.hidden] / n
-              for i in range(n)]
+    blocks = [
+        torch.eye(c.hidden) * share[i] + noise[:, i * c.hidden : (i + 1) * c.hidden] / n
+        for i in range(n)
+    ]
     draft.fc.weight.copy_(torch.cat([b / rms[i] for i, b in enumerate(blocks)], 1))
     if draft.candidate_selector is not None:
         table = target.embedding.float()
         table = table - table.mean(0)
-        _, _, v = torch.svd_lowrank(table[:: 4], q=c.rank, niter=4)
+        _, _, v = torch.svd_lowrank(table[::4], q=c.rank, niter=4)
         code = table @ v
         code = code / code.std(0)
         draft.candidate_selector.predecessor_codebook.copy_(code * 0.5)

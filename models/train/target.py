@@ -1,13 +1,14 @@
 """The target in plain torch: weights from its GGUF, bf16 on the CPU.
 
 Only what the recipe needs of a Llama: a forward pass that also returns the outputs of chosen
-layers, and batched generation with a static cache. llama.cpp stays the judge of the finished draft;
-this module exists because a large batch in bf16 (AMX) is several times faster than a server here.
+layers, and batched generation with a static cache. llama.cpp stays the judge of the finished draft.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,19 @@ class TargetConfig:
     context: int
     eos: int
     name: str
+
+
+def finish(work: Callable[[], None]) -> int:
+    """Run a program's work; returns its exit code: 2 for bad input, 130 for Ctrl-C."""
+    try:
+        work()
+    except TargetError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to go on", file=sys.stderr)
+        return 130
+    return 0
 
 
 class TargetError(Exception):
@@ -118,10 +132,15 @@ class Target:
             q = unpermute(raw[p + "attn_q.weight"], c.heads)
             k = unpermute(raw[p + "attn_k.weight"], c.kv_heads)
             layer = {
-                "q": q, "k": k, "v": raw[p + "attn_v.weight"], "o": raw[p + "attn_output.weight"],
-                "gate": raw[p + "ffn_gate.weight"], "up": raw[p + "ffn_up.weight"],
+                "q": q,
+                "k": k,
+                "v": raw[p + "attn_v.weight"],
+                "o": raw[p + "attn_output.weight"],
+                "gate": raw[p + "ffn_gate.weight"],
+                "up": raw[p + "ffn_up.weight"],
                 "down": raw[p + "ffn_down.weight"],
-                "attn_norm": raw[p + "attn_norm.weight"], "ffn_norm": raw[p + "ffn_norm.weight"],
+                "attn_norm": raw[p + "attn_norm.weight"],
+                "ffn_norm": raw[p + "ffn_norm.weight"],
             }
             self.layers.append({n: w.to(dtype) for n, w in layer.items()})
         self.embedding = raw["token_embd.weight"].to(dtype)
@@ -144,8 +163,9 @@ class Target:
 
     def _finish(self, layer: dict, x: Tensor, attn: Tensor) -> Tensor:
         x = x + F.linear(attn, layer["o"])
-        gate, up = F.linear(rms_norm(x, layer["ffn_norm"], self.config.eps),
-                            layer["gate_up"]).chunk(2, -1)
+        gate, up = F.linear(
+            rms_norm(x, layer["ffn_norm"], self.config.eps), layer["gate_up"]
+        ).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, layer["down"])
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,8 +211,12 @@ class Target:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: list[list[int]], max_new: int, temperature: Tensor,
-        generator: torch.Generator, stop: tuple[int, ...] = (),
+        self,
+        prompts: list[list[int]],
+        max_new: int,
+        temperature: Tensor,
+        generator: torch.Generator,
+        stop: tuple[int, ...] = (),
     ) -> list[list[int]]:
         """Answers for a batch of prompts, the stop token included where one was reached.
 
@@ -240,7 +264,8 @@ class Target:
             cache[0][i, :, :, at], cache[1][i, :, :, at] = k[:, 0], v[:, 0]
             a = F.scaled_dot_product_attention(
                 q.view(b, c.kv_heads, groups, c.head_dim),
-                cache[0][i, :, :, : at + 1], cache[1][i, :, :, : at + 1],
+                cache[0][i, :, :, : at + 1],
+                cache[1][i, :, :, : at + 1],
                 bias.expand(b, 1, groups, at + 1),
             )
             x = self._finish(layer, x, a.reshape(b, 1, -1))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from model import Draft, DraftConfig, init_from_target
 from safetensors import safe_open
-from target import Target, TargetError
+from target import Target, finish
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -107,8 +107,15 @@ class Columns:
         return columns, offset, lookup
 
 
-def losses(draft: Draft, target: Target, data: dict, block: int, columns: Columns,
-           args: argparse.Namespace, rng: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+def losses(
+    draft: Draft,
+    target: Target,
+    data: dict,
+    block: int,
+    columns: Columns,
+    args: argparse.Namespace,
+    rng: torch.Generator,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Weighted cross entropies of the logits and of the selector, and figures to print."""
     c = draft.config
     anchors = data["anchors"]
@@ -144,9 +151,10 @@ def losses(draft: Draft, target: Target, data: dict, block: int, columns: Column
     hit = candidates == goal[:, :1]
     score = logits.gather(1, candidates)
     if draft.candidate_selector is not None:
-        score = score + draft.candidate_selector.bonus(
-            hidden.float(), previous, cols[candidates]
-        ).float()
+        score = (
+            score
+            + draft.candidate_selector.bonus(hidden.float(), previous, cols[candidates]).float()
+        )
         same = candidates[:, :, None] == goal[:, None]
         share = (mass[:, None] * same).sum(-1)  # [N, k]
         chosen = -(share * score.log_softmax(-1)).sum(-1)
@@ -155,9 +163,12 @@ def losses(draft: Draft, target: Target, data: dict, block: int, columns: Column
         figures["selector"] = selector.detach()
     first = depth == 0
     right = hit.gather(1, score.argmax(-1, keepdim=True))[:, 0]
-    figures |= {"top1@1": hit[first, 0].float().mean(), "sel@1": right[first].float().mean(),
-                "top16@1": hit[first].any(-1).float().mean(),
-                "sel@2": right[depth == 1].float().mean()}
+    figures |= {
+        "top1@1": hit[first, 0].float().mean(),
+        "sel@1": right[first].float().mean(),
+        "top16@1": hit[first].any(-1).float().mean(),
+        "sel@2": right[depth == 1].float().mean(),
+    }
     return loss, figures
 
 
@@ -186,16 +197,26 @@ def run(args: argparse.Namespace) -> None:
     shards.refresh()
     if not shards.sequences:
         raise SystemExit(f"{args.features}: no answers-*.safetensors; run features.py first")
-    config = DraftConfig.for_target(target, args.layers, rank=args.rank,
-                                    use_conv=not args.no_conv, use_selector=not args.no_selector)
+    config = DraftConfig.for_target(
+        target,
+        args.layers,
+        rank=args.rank,
+        use_conv=not args.no_conv,
+        use_selector=not args.no_selector,
+    )
     state_path = args.out / "state.pt"
     draft = Draft(config)
     matrices = [p for p in draft.parameters() if p.ndim == 2 and p.shape[0] != config.vocab]
     others = [p for p in draft.parameters() if p.ndim != 2 or p.shape[0] == config.vocab]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01, "scale": 1.0},
-         {"params": others, "weight_decay": 0.0, "scale": 2.0}],
-        lr=args.lr, betas=(0.9, 0.98), fused=True)
+        [
+            {"params": matrices, "weight_decay": 0.01, "scale": 1.0},
+            {"params": others, "weight_decay": 0.0, "scale": 2.0},
+        ],
+        lr=args.lr,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
     step, spent, total = 0, 0.0, 0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
@@ -216,8 +237,11 @@ def run(args: argparse.Namespace) -> None:
         f.write(f"{time.strftime('%Y-%m-%d')} train.py {' '.join(sys.argv[1:])}\n")
     columns = Columns(shards.counts(config.vocab), target.head)
     size = sum(p.numel() for p in draft.parameters())
-    print(f"{size / 1e6:.1f} M parameters ({size * 2 / 1e6:.1f} MB in bf16), "
-          f"{len(shards.sequences)} sequences", flush=True)
+    print(
+        f"{size / 1e6:.1f} M parameters ({size * 2 / 1e6:.1f} MB in bf16), "
+        f"{len(shards.sequences)} sequences",
+        flush=True,
+    )
     budget, mean, clock = args.minutes * 60, {}, time.time()
     shown, saved = time.time(), time.time()
 
@@ -249,12 +273,22 @@ def run(args: argparse.Namespace) -> None:
         spent, clock = spent + now - clock, now
         if now - shown > 15 or spent >= budget:
             text = "  ".join(f"{k} {v:.3f}" for k, v in mean.items())
-            print(f"step {step}  {spent / 60:.1f}/{args.minutes:g} min  {total} anchors  {text}",
-                  flush=True)
+            print(
+                f"step {step}  {spent / 60:.1f}/{args.minutes:g} min  {total} anchors  {text}",
+                flush=True,
+            )
             shown = now
         if now - saved > 120 or spent >= budget:
-            save_state(state_path, {"draft": draft.state_dict(), "step": step, "spent": spent,
-                                    "optimizer": optimizer.state_dict(), "anchors": total})
+            save_state(
+                state_path,
+                {
+                    "draft": draft.state_dict(),
+                    "step": step,
+                    "spent": spent,
+                    "optimizer": optimizer.state_dict(),
+                    "anchors": total,
+                },
+            )
             shards.refresh()
             saved = now
 
@@ -284,15 +318,7 @@ def main() -> int:
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    try:
-        run(args)
-    except TargetError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return finish(lambda: run(args))
 
 
 if __name__ == "__main__":

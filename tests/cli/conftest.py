@@ -37,16 +37,6 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 
 @pytest.fixture(scope="session")
-def our_library() -> None:
-    """libdflash and its libllama, loaded before anything imports llama_cpp."""
-    from dflash_cpp import _libs
-
-    if _libs.find_library("dflash") is None:
-        pytest.skip("libdflash is missing; run `make build`")
-    _libs.load()
-
-
-@pytest.fixture(scope="session")
 def pair(our_library: None, tmp_path_factory: pytest.TempPathFactory) -> Bigram:
     """A pair whose draft is right about most tokens."""
     return make_bigram(tmp_path_factory.mktemp("pair"), wrong=0.2)

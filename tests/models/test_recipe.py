@@ -53,9 +53,13 @@ def tiny_target(path: Path, architecture: str = "llama") -> Path:
         add(p + "attn_norm.weight", HIDDEN)
         add(p + "ffn_norm.weight", HIDDEN)
         for name, rows, cols in (
-            ("attn_q", HIDDEN, HIDDEN), ("attn_k", HIDDEN // 2, HIDDEN),
-            ("attn_v", HIDDEN // 2, HIDDEN), ("attn_output", HIDDEN, HIDDEN),
-            ("ffn_gate", 96, HIDDEN), ("ffn_up", 96, HIDDEN), ("ffn_down", HIDDEN, 96),
+            ("attn_q", HIDDEN, HIDDEN),
+            ("attn_k", HIDDEN // 2, HIDDEN),
+            ("attn_v", HIDDEN // 2, HIDDEN),
+            ("attn_output", HIDDEN, HIDDEN),
+            ("ffn_gate", 96, HIDDEN),
+            ("ffn_up", 96, HIDDEN),
+            ("ffn_down", HIDDEN, 96),
         ):
             add(f"{p}{name}.weight", rows, cols)
     w.write_header_to_file()
@@ -87,16 +91,28 @@ def test_target_equals_transformers(target):
     transformers = pytest.importorskip("transformers")
     c = target.config
     config = transformers.LlamaConfig(
-        vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.ffn,
-        num_hidden_layers=c.n_layers, num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads, rms_norm_eps=c.eps, rope_theta=c.rope_theta,
+        vocab_size=c.vocab,
+        hidden_size=c.hidden,
+        intermediate_size=c.ffn,
+        num_hidden_layers=c.n_layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        rms_norm_eps=c.eps,
+        rope_theta=c.rope_theta,
         tie_word_embeddings=True,
     )
     hf = transformers.LlamaForCausalLM(config).float().eval()
-    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-             "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-             "down": "mlp.down_proj", "attn_norm": "input_layernorm",
-             "ffn_norm": "post_attention_layernorm"}
+    names = {
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
     with torch.no_grad():
         hf.model.embed_tokens.weight.copy_(target.embedding)
         hf.model.norm.weight.copy_(target.norm)
@@ -140,13 +156,17 @@ def test_draft_equals_reference(target, window):
     with torch.no_grad():
         mine = draft(features, anchors, rows)[0]
         for j, a in enumerate(anchors[0].tolist()):
-            theirs = ref(position_ids=torch.arange(a + config.block)[None],
-                         noise_embedding=rows[:, j], target_hidden=features[:, :a].flatten(2))
+            theirs = ref(
+                position_ids=torch.arange(a + config.block)[None],
+                noise_embedding=rows[:, j],
+                target_hidden=features[:, :a].flatten(2),
+            )
             assert (theirs[0] - mine[j]).abs().max() < 1e-4
             logits = theirs[:, 1:] @ target.head.T
             path, _ = md.propose(draft, mine[j : j + 1, 1:], logits, torch.tensor([7]))
-            want, _, _ = ref.candidate_selector.select(theirs[:, 1:], logits,
-                                                       torch.tensor([7]), 0.0)
+            want, _, _ = ref.candidate_selector.select(
+                theirs[:, 1:], logits, torch.tensor([7]), 0.0
+            )
             assert path.tolist() == want.tolist()
 
 
@@ -189,30 +209,76 @@ def test_heldout_is_held_out():
 
 def test_recipe_end_to_end(target, tmp_path, monkeypatch):
     """Answers with a pattern -> features -> training fits them -> export -> evaluation."""
-    monkeypatch.setattr(md.DraftConfig, "for_target", classmethod(
-        lambda cls, t, layers=2, **kw: cls(
-            HIDDEN, 96, layers, 4, 2, 16, VOCAB, 1e-5, 1e4, 512, LAYERS, 2, IDS,
-            **{"rank": 8} | kw)))
+    monkeypatch.setattr(
+        md.DraftConfig,
+        "for_target",
+        classmethod(
+            lambda cls, t, layers=2, **kw: cls(
+                HIDDEN,
+                96,
+                layers,
+                4,
+                2,
+                16,
+                VOCAB,
+                1e-5,
+                1e4,
+                512,
+                LAYERS,
+                2,
+                IDS,
+                **{"rank": 8} | kw,
+            )
+        ),
+    )
     rng = np.random.default_rng(1)
 
     def make(n: int) -> list[dict]:
         rows = []
         for _ in range(n):
             cycle = rng.integers(3, VOCAB, 3).tolist()
-            rows.append({"class": "repetition", "origin": "template", "ids": cycle * 2,
-                         "answer": (cycle * 10)[:24], "temperature": 0.0})
+            rows.append(
+                {
+                    "class": "repetition",
+                    "origin": "template",
+                    "ids": cycle * 2,
+                    "answer": (cycle * 10)[:24],
+                    "temperature": 0.0,
+                }
+            )
         return rows
 
     feats = tmp_path / "feats"
     feats.mkdir()
-    for name, rows in (("answers-0000", make(48)), ("heldout-greedy", make(6)),
-                       ("heldout-sampled", make(6))):
+    for name, rows in (
+        ("answers-0000", make(48)),
+        ("heldout-greedy", make(6)),
+        ("heldout-sampled", make(6)),
+    ):
         ft.save_shard(feats / f"{name}.safetensors", ft.collect(target, rows, IDS), rows)
     run = tmp_path / "run"
     args = argparse.Namespace(
-        target=target.path, features=feats, out=run, minutes=0.5, more=False, lr=3e-3,
-        warmup=0.05, hold=0.5, sequences=8, anchors=8, short=0.3, hard=1.0, gamma=3.0,
-        selector=1.0, layers=2, rank=8, no_conv=False, no_selector=False, seed=1, profile=False)
+        target=target.path,
+        features=feats,
+        out=run,
+        minutes=0.5,
+        more=False,
+        lr=3e-3,
+        warmup=0.05,
+        hold=0.5,
+        sequences=8,
+        anchors=8,
+        short=0.3,
+        hard=1.0,
+        gamma=3.0,
+        selector=1.0,
+        layers=2,
+        rank=8,
+        no_conv=False,
+        no_selector=False,
+        seed=1,
+        profile=False,
+    )
     tr.run(args)
     assert (run / "state.pt").is_file()
     out = tmp_path / "checkpoint"
@@ -220,7 +286,8 @@ def test_recipe_end_to_end(target, tmp_path, monkeypatch):
     ex.export(draft, out, "test\n")
     again = ev.load_checkpoint(out)
     assert {k: tuple(v.shape) for k, v in again.state_dict().items()} == {
-        k: tuple(v.shape) for k, v in draft.state_dict().items()}
+        k: tuple(v.shape) for k, v in draft.state_dict().items()
+    }
     # on what it was trained on: half a minute teaches it to fit, not to generalise
     shard = feats / "answers-0000.safetensors"
     trained = ev.evaluate(again, target, shard, False, 7, False)["all"]

@@ -1,4 +1,4 @@
-"""The rejection rule against the target's exact distribution, over one position of a toy vocabulary.
+"""The rejection rule against the target's exact distribution, at one position.
 
 Statistical power: 200,000 trials and a G-test at alpha = 1e-4 per case. A bias that moves one
 percent of the mass from one likely token to another gives a G above 100, where 1e-4 needs about

@@ -10,16 +10,6 @@ from bigram import Bigram, make_bigram
 
 
 @pytest.fixture(scope="session")
-def our_library() -> None:
-    """libdflash and its libllama, loaded before anything imports llama_cpp."""
-    from dflash_cpp import _libs
-
-    if _libs.find_library("dflash") is None:
-        pytest.skip("libdflash is missing; run `make build`")
-    _libs.load()
-
-
-@pytest.fixture(scope="session")
 def random_pair(
     our_library: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tiny.Pair]:

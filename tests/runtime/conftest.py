@@ -6,22 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-
-@pytest.fixture(scope="session")
-def our_library() -> None:
-    """libdflash and its libllama, loaded before anything imports llama_cpp."""
-    from dflash_cpp import _libs
-
-    if _libs.find_library("dflash") is None:
-        pytest.skip("libdflash is missing; run `make build`")
-    _libs.load()
+from twins import ARCHS, Twins, make_files
 
 
 @pytest.fixture(scope="session")
@@ -100,3 +91,20 @@ def run_stock(
             return dict(result)
 
     return run
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def opened_twins(
+    request: pytest.FixtureRequest, our_library: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Twins]:
+    """A plain `Llama` and a `DFlashLlama` for each architecture, open for one module."""
+    twins = Twins(make_files(tmp_path_factory.mktemp("pair"), request.param))
+    yield twins
+    twins.close()
+
+
+@pytest.fixture
+def twins(opened_twins: Twins) -> Twins:
+    """The same, with nothing in their memories."""
+    opened_twins.forget()
+    return opened_twins

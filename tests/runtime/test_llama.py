@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from twins import ARCHS, Twins, answer, first_difference, make_files, need_library, take
+from twins import PROMPT, TEXT, Twins, answer, first_difference, take
 
 pytestmark = pytest.mark.native
-
-PROMPT = list(range(20, 80))
-TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-@pytest.fixture(scope="module", params=ARCHS)
-def opened(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Twins]:
-    need_library()
-    twins = Twins(make_files(tmp_path_factory.mktemp("pair"), request.param))
-    yield twins
-    twins.close()
-
-
-@pytest.fixture
-def twins(opened: Twins) -> Twins:
-    opened.forget()
-    return opened
 
 
 def test_greedy(twins: Twins) -> None:

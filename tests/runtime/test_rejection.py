@@ -1,4 +1,4 @@
-"""Sampled text under drafting has exactly the target's distribution: pairs of tokens against enumeration.
+"""Sampled text under drafting has the target's distribution: pairs of tokens, enumerated.
 
 The target decodes the prompt and, for every possible first token, the token after it: p of all
 pairs. Then the same prompt is continued again and again with a draft, each time with another seed,
@@ -35,7 +35,7 @@ CHAINS: dict[str, dict[str, float]] = {
 class Rig:
     """A target with a session on it."""
 
-    def __init__(self, pair: Any, verify: str, n_rs_seq: int = 0):
+    def __init__(self, pair: Any, verify: str, n_rs_seq: int = 0, n_ubatch: int = 512):
         import llama_cpp
 
         from dflash_cpp.session import Session
@@ -52,14 +52,17 @@ class Rig:
         llama_cpp.llama_context_default_params = with_snapshots
         try:
             self.llm = llama_cpp.Llama(
-                str(pair.target), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False
+                str(pair.target),
+                n_ctx=256,
+                n_ubatch=n_ubatch,
+                n_threads=1,
+                n_threads_batch=1,
+                verbose=False,
             )
         finally:
             llama_cpp.llama_cpp.llama_context_default_params = defaults
             llama_cpp.llama_context_default_params = defaults
-        self.session = Session(
-            self.llm, pair.draft, n_threads=1, n_threads_batch=1, verify=verify
-        )
+        self.session = Session(self.llm, pair.draft, n_threads=1, n_threads_batch=1, verify=verify)
         self.n_vocab = self.llm.n_vocab()
 
     def close(self) -> None:
@@ -88,9 +91,7 @@ class Rig:
         data = (lib.llama_token_data * self.n_vocab)()
         for i in range(self.n_vocab):
             data[i].id, data[i].logit = i, logits[i]
-        array = lib.llama_token_data_array(
-            data=data, size=self.n_vocab, selected=-1, sorted=False
-        )
+        array = lib.llama_token_data_array(data=data, size=self.n_vocab, selected=-1, sorted=False)
         chain = self.chain(1, **options)
         lib.llama_sampler_apply(chain, ctypes.byref(array))
         p = {array.data[i].id: float(array.data[i].p) for i in range(array.size)}
@@ -152,7 +153,9 @@ CASES = [
 def test_pairs_of_tokens(
     make_bigram: Callable[..., Any], arch: str, verify: str, snapshots: int
 ) -> None:
-    rig = Rig(make_bigram(arch, wrong=0.2, drift=0.28 if arch == "llama" else 0.15), verify, snapshots)
+    rig = Rig(
+        make_bigram(arch, wrong=0.2, drift=0.28 if arch == "llama" else 0.15), verify, snapshots
+    )
     try:
         assert check(rig, 1500, CHAINS["T 3, top-k 5"]) > ALPHA
         stats = rig.session.stats()
@@ -218,3 +221,15 @@ def test_chains_without_a_distribution_match(make_bigram: Callable[..., Any], la
     finally:
         lib.llama_sampler_free(chain)
         rig.close()
+
+
+def test_a_micro_batch_too_small_for_the_snapshots_is_refused(
+    make_bigram: Callable[..., Any],
+) -> None:
+    """llama.cpp would abort at the first decode of several tokens."""
+    from dflash_cpp.errors import DFlashTargetError
+
+    pair = make_bigram("qwen35", wrong=0.2, drift=0.15)
+    with pytest.raises(DFlashTargetError, match=r"micro-batch of 8 tokens .* at least 9"):
+        Rig(pair, "match", n_rs_seq=7, n_ubatch=8)
+    Rig(pair, "match", n_rs_seq=7, n_ubatch=9).close()

@@ -79,14 +79,13 @@ inline std::vector<llama_token> dflash_server_verify(
             [&](size_t i) {
                 const bool decided = is_replay && i < draft.size();
 
-                dflash_coupling coupling;
-                if (!is_replay && i < slot.q.size() && i < draft.size() && slot.q[i].drawn == draft[i]) {
-                    coupling = { &slot.q[i], &slot.rng, &slot.overlap };
-                }
-                dflash_set_coupling(coupling);
-                llama_token id = common_sampler_sample(smpl, ctx, idxs[i], false);
-                dflash_set_coupling({});
+                const bool drawn   = !is_replay && i < slot.q.size() && i < draft.size() && slot.q[i].drawn == draft[i];
 
+                llama_token id;
+                {
+                    dflash_coupling coupling(drawn ? &slot.q[i] : nullptr, slot.rng, &slot.overlap);
+                    id = common_sampler_sample(smpl, ctx, idxs[i], false);
+                }
                 if (decided) {
                     id = draft[i];
                 }

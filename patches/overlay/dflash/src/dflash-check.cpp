@@ -116,12 +116,19 @@ std::string dflash_quote(const std::string & s) {
     return "`" + s + "`";
 }
 
+// of the architectures below, those that export the output of their last layer too
+bool dflash_target_arch_taps_last(const std::string & arch) {
+    static const std::set<std::string> archs = { "deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe" };
+    return archs.count(arch) > 0;
+}
+
 } // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
 
 bool dflash_target_arch_supported(const std::string & arch) {
-    // model files of the base that fill llm_graph_result::t_layer_inp; tests/patches compares this table with the sources
+    // model files of the base that fill llm_graph_result::t_layer_inp; the converter has the same table, tests compare both
+    // with the sources
     static const std::set<std::string> archs = {
         "bailingmoe3", "deepseek4", "gemma4", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2", "minimax-01", "minimax-m2",
         "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "gpt-oss", "qwen3", "qwen35", "qwen35moe", "qwen3moe",
@@ -162,7 +169,6 @@ dflash_target_facts dflash_target_facts_from_model(const llama_model * model) {
     res.name     = "the loaded target";
     res.n_embd   = llama_model_n_embd(model);
     res.n_layer  = llama_model_n_layer(model);
-    res.is_mrope = llama_model_rope_type(model) == LLAMA_ROPE_TYPE_MROPE || llama_model_rope_type(model) == LLAMA_ROPE_TYPE_IMROPE;
 
     const llama_vocab * vocab = llama_model_get_vocab(model);
     res.n_vocab = llama_vocab_n_tokens(vocab);
@@ -208,7 +214,6 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
     res.n_vocab      = (int64_t) res.tokens.size();
     res.own_embd     = h.tensor("token_embd.weight") >= 0;
     res.own_output   = h.tensor("output.weight") >= 0 || res.own_embd;
-    res.has_sections = h.find("dflash.rope.dimension_sections") >= 0;
     res.n_embd_fc    = h.dim("fc.weight", 0);
     res.target_layers = h.ints("dflash.target_layers");
 
@@ -329,8 +334,7 @@ std::vector<std::string> dflash_pair_reasons(const dflash_target_facts & target,
     }
     for (const int32_t id : draft.target_layers) {
         // id is the input of layer id; the output of the last layer (id == n_layer) is exported by few architectures
-        const bool has_last = target.arch == "mimo2" || target.arch.rfind("nemotron_h", 0) == 0 || target.arch == "deepseek4";
-        const int64_t last = has_last ? target.n_layer : target.n_layer - 1;
+        const int64_t last = dflash_target_arch_taps_last(target.arch) ? target.n_layer : target.n_layer - 1;
         if (id < 0 || id > last) {
             reasons.push_back(dflash_format("depth: the draft reads the input of target layer %d, the target's layers are 0 to %lld", id, (long long) last));
         }

@@ -17,7 +17,6 @@ struct dflash_target_facts {
     int64_t     n_layer  = -1;
     int64_t     n_vocab  = -1;
     bool        has_embd = true; // false only if the header proves that the tensor is absent
-    bool        is_mrope = false;
 
     std::vector<std::string> tokens; // empty if the vocabulary was not read
 };
@@ -39,7 +38,6 @@ struct dflash_draft_facts {
     int64_t n_embd_fc     = -1; // input width of fc
     bool    own_embd      = false;
     bool    own_output    = false;
-    bool    has_sections  = false;
 
     std::vector<int32_t>     target_layers;
     std::vector<std::string> tokens;

@@ -207,19 +207,29 @@ bool dflash_couple(llama_token_data_array & p, const dflash_q_row & row, dflash_
     return false;
 }
 
-static dflash_coupling & dflash_coupling_storage() {
-    static thread_local dflash_coupling coupling;
-    return coupling;
+static dflash_coupling *& dflash_coupling_current() {
+    static thread_local dflash_coupling * current = nullptr;
+    return current;
 }
 
-void dflash_set_coupling(const dflash_coupling & coupling) {
-    dflash_coupling_storage() = coupling;
+dflash_coupling::dflash_coupling(const dflash_q_row * row, dflash_rng & rng, dflash_overlap * overlap)
+    : row(row), rng(rng), overlap(overlap) {
+    dflash_coupling_current() = this;
+}
+
+dflash_coupling::~dflash_coupling() {
+    dflash_coupling_current() = nullptr;
+}
+
+void dflash_coupling::apply(llama_token_data_array & p) {
+    if (row) {
+        dflash_couple(p, *row, rng, overlap);
+        row = nullptr;
+    }
 }
 
 void dflash_apply_coupling(llama_token_data_array & p) {
-    auto & coupling = dflash_coupling_storage();
-    if (coupling.row) {
-        dflash_couple(p, *coupling.row, *coupling.rng, coupling.overlap);
-        coupling = {};
+    if (dflash_coupling * current = dflash_coupling_current()) {
+        current->apply(p);
     }
 }

@@ -70,13 +70,22 @@ int32_t dflash_draw(llama_sampler * chain, const llama_token * ids, const float 
 // accepted.
 bool dflash_couple(llama_token_data_array & p, const dflash_q_row & row, dflash_rng & rng, dflash_overlap * overlap);
 
-// The same through llama-common's sampler, which keeps its candidates to itself: set what the next call of
-// dflash_apply_coupling on this thread shall do (a default-constructed one: nothing).
-struct dflash_coupling {
-    const dflash_q_row * row     = nullptr;
-    dflash_rng         * rng     = nullptr;
-    dflash_overlap     * overlap = nullptr;
+// The same through llama-common's sampler, which keeps its candidates to itself: while an object of this class lives, the
+// first dflash_apply_coupling on its thread couples with `row` (null: does nothing). Ends with its scope, exceptions included.
+class dflash_coupling {
+public:
+    dflash_coupling(const dflash_q_row * row, dflash_rng & rng, dflash_overlap * overlap);
+    ~dflash_coupling();
+
+    dflash_coupling(const dflash_coupling &) = delete;
+    dflash_coupling & operator=(const dflash_coupling &) = delete;
+
+    void apply(llama_token_data_array & p);
+
+private:
+    const dflash_q_row * row;
+    dflash_rng         & rng;
+    dflash_overlap     * overlap;
 };
 
-void dflash_set_coupling  (const dflash_coupling & coupling);
 void dflash_apply_coupling(llama_token_data_array & p);

@@ -66,8 +66,7 @@ struct dflash_session {
     dflash_overlap overlap_stats; // as it was when the statistics were reset
 
     dflash_rewind rewind = DFLASH_REWIND_CUT;
-    int32_t       n_latest   = 0;     // tokens of the target's latest decode, as long as they are its end; 0 = unknown
-    bool          taps_ready = false; // the target has decoded at least once since the taps were set
+    int32_t       n_latest = 0; // tokens of the target's latest decode, as long as they are its end; 0 = unknown
 
     // DFLASH_REWIND_CHECKPOINT: state before the latest round and the tokens decoded since
     std::vector<uint8_t>     ckpt;
@@ -108,7 +107,9 @@ static double dflash_ms_since(int64_t t_us) {
 }
 
 void dflash_session::decode(const llama_token * tokens, int32_t n, llama_pos pos, bool all_logits) {
-    GGML_ASSERT(n <= batch_cap);
+    if (n > batch_cap) {
+        throw dflash_error(DFLASH_E_INTERNAL, dflash_format("%d tokens for a batch of %d", n, batch_cap));
+    }
 
     batch.n_tokens = n;
     for (int32_t i = 0; i < n; ++i) {
@@ -131,7 +132,6 @@ void dflash_session::decode(const llama_token * tokens, int32_t n, llama_pos pos
         throw dflash_error(DFLASH_E_DECODE, dflash_format("the target's forward pass of %d tokens at position %d failed (code %d)", n, pos, rc));
     }
     llama_synchronize(ctx);
-    taps_ready = true;
     n_latest   = n;
 }
 
@@ -488,6 +488,12 @@ int dflash_session_open(llama_context * target, const char * draft_path, const d
             throw dflash_error(DFLASH_E_TARGET, dflash_format("the target decodes %u tokens at once (n_batch), speculation needs at least 2", std::min(llama_n_batch(target), llama_n_ubatch(target))));
         }
 
+        // llama.cpp keeps the last n_rs_seq + 1 tokens of a decode in one micro-batch and asserts that they fit
+        if (llama_n_rs_seq(target) > 0 && llama_n_ubatch(target) < llama_n_rs_seq(target) + 2) {
+            throw dflash_error(DFLASH_E_TARGET, dflash_format("the target keeps %u snapshots, its micro-batch of %u tokens (n_ubatch) must be at least %u",
+                    llama_n_rs_seq(target), llama_n_ubatch(target), llama_n_rs_seq(target) + 2));
+        }
+
         // the pair, before anything is allocated for it
         const auto facts = dflash_draft_facts_from_file(draft_path);
         dflash_throw_reasons(dflash_pair_reasons(dflash_target_facts_from_model(model), facts));
@@ -544,8 +550,7 @@ int dflash_session_open(llama_context * target, const char * draft_path, const d
         s->n_draft = p.n_draft > 0 ? p.n_draft : n_draft_max;
         s->rewind  = !recurrent ? DFLASH_REWIND_CUT : llama_n_rs_seq(target) > 0 ? DFLASH_REWIND_SNAPSHOT : DFLASH_REWIND_CHECKPOINT;
         if (s->rewind == DFLASH_REWIND_SNAPSHOT) {
-            // one micro-batch must hold the block and the state before it
-            s->n_draft = std::min<int32_t>(s->n_draft, (int32_t) std::min(llama_n_rs_seq(target), llama_n_ubatch(target) - 1));
+            s->n_draft = std::min<int32_t>(s->n_draft, (int32_t) llama_n_rs_seq(target));
         }
 
         s->batch_cap = (int32_t) llama_n_batch(target);
