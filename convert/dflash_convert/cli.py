@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +11,11 @@ from typer.core import TyperGroup
 
 from .console import Console, human_bytes
 from .errors import EXIT_FAILURE, InputError, run_cli
-from .schema import AUTO, OUT_TYPES
+from .tensor_types import AUTO, OUT_TYPES, TENSOR_TYPES
 
 _DEFAULT = "convert"
 
-# Generated from the table that implements them.
-OutTypeName = Enum("OutTypeName", {n: n for n in (AUTO, *OUT_TYPES)}, type=str)  # type: ignore[misc]
-_AUTO = OutTypeName(AUTO)
+_OUT_TYPES = (AUTO, *OUT_TYPES)
 
 
 class _Commands(TyperGroup):
@@ -94,9 +91,22 @@ def convert_command(
         typer.Option("--target", "--target-model-dir", help="GGUF of the target.", metavar="GGUF"),
     ] = None,
     outtype: Annotated[
-        OutTypeName,  # type: ignore[valid-type]
-        typer.Option(case_sensitive=False, help="Type of the matrices; auto: as stored."),
-    ] = _AUTO,
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help=f"Type of the matrices, mixed as llama-quantize does: {', '.join(_OUT_TYPES)}. "
+            "auto: as stored.",
+            autocompletion=lambda: list(_OUT_TYPES),
+        ),
+    ] = AUTO,
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX=TYPE",
+            help="Type of the tensors whose GGUF name matches, over that of --outtype; may be "
+            f"repeated, the last match wins. Types: {', '.join(TENSOR_TYPES)}.",
+        ),
+    ] = None,
     outfile: Annotated[
         Path | None,
         typer.Option(
@@ -112,7 +122,10 @@ def convert_command(
     ] = False,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Refuse type fallbacks and config keys without effect."),
+        typer.Option(
+            "--strict",
+            help="Refuse type fallbacks, config keys without effect and skipped tensors.",
+        ),
     ] = False,
     causal: Annotated[
         bool | None,
@@ -125,6 +138,10 @@ def convert_command(
     ignore_key: Annotated[
         list[str] | None,
         typer.Option(help="Accept this unknown key of dflash_config; may be repeated."),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of threads.", show_default="one per usable core"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -139,12 +156,14 @@ def convert_command(
         checkpoint,
         target,
         outfile,
-        outtype.value,  # type: ignore[attr-defined]
+        outtype,
         force,
         dry_run=dry_run,
         strict=strict,
         causal=causal,
         ignore_keys=tuple(ignore_key or ()),
+        tensor_types=tuple(tensor_type or ()),
+        threads=threads,
         console=console,
     )
     for warning in result.warnings:

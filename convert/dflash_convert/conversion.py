@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from .errors import InputError
 from .naming import Names, output_path
 from .plan import Plan, build_plan
 from .scan import scan
-from .schema import AUTO, OUT_TYPES
 from .target import read_target
+from .tensor_types import AUTO, out_type
 from .verify import verify
 from .write import check_output, new_file, write_gguf
 
@@ -94,6 +95,8 @@ def convert(
     strict: bool = False,
     causal: bool | None = None,
     ignore_keys: tuple[str, ...] = (),
+    tensor_types: Sequence[str] = (),
+    threads: int | None = None,
     console: Console | None = None,
 ) -> ConvertResult:
     """Convert a DFlash or DFlash 2 checkpoint to a GGUF that llama.cpp loads.
@@ -102,12 +105,16 @@ def convert(
         checkpoint: Directory with config.json and safetensors files.
         target: GGUF of the target: gives the tokenizer, and is what the draft is checked against.
         outfile: File, directory, or name with `{ftype}`; None names it by convention here.
-        outtype: `f32`, `f16`, `bf16`, `q8_0`, or `auto` for the type of the checkpoint.
+        outtype: A name of llama-quantize's (`bf16`, `q8_0`, `q4_k_m`, ...; see
+            `tensor_types.OUT_TYPES`), or `auto` for the type of the checkpoint.
         force: Replace an existing file.
         dry_run: Check everything, read every weight, write nothing.
-        strict: Turn a type fallback or an ignored config key into an error.
+        strict: Turn a type fallback, an ignored config key or a skipped tensor into an error.
         causal: Causality to write whatever the config says; None follows the config.
         ignore_keys: Unknown keys of `dflash_config` to accept.
+        tensor_types: Rules `REGEX=TYPE` for the types of single tensors, searched in their GGUF
+            names; of those that match the last decides.
+        threads: Number of threads; None for one per usable core.
         console: For progress; None is silent.
 
     Raises:
@@ -117,8 +124,8 @@ def convert(
     started = time.monotonic()
     console = console or Console(quiet=True)
     checkpoint, outtype = Path(checkpoint), outtype.lower()
-    if outtype not in (AUTO, *OUT_TYPES):
-        raise InputError(f"no type `{outtype}`, expected {', '.join((AUTO, *OUT_TYPES))}")
+    if outtype != AUTO:
+        out_type(outtype)  # before the work: a mistyped name is found at once
     source = open_checkpoint(checkpoint)
     if target is None:
         raise InputError(
@@ -134,7 +141,7 @@ def convert(
         ignore_keys=frozenset(ignore_keys),
         name=str(checkpoint / "config.json"),
     )
-    plan = build_plan(source, config, model, outtype, strict)
+    plan = build_plan(source, config, model, outtype, strict, tensor_types)
     names = Names(checkpoint, model)
     path = output_path(None if outfile is None else Path(outfile), names, plan.out)
     check_output(path, force=force or dry_run)
@@ -142,15 +149,15 @@ def convert(
         raise InputError(f"`{path}` is an input of this conversion, expected another name")
 
     with console.progress("checking", plan.source_nbytes) as ticker:
-        digest = scan(plan, ticker)
+        digest = scan(plan, ticker, threads)
     plan = replace(plan, keys=(*names.keys(digest), *plan.keys))
     size = plan.nbytes
     if not dry_run:
         with new_file(path, force=force, nbytes=plan.nbytes) as part:
             with console.progress("writing", plan.nbytes) as ticker:
-                write_gguf(plan, part, ticker)
+                checksums = write_gguf(plan, part, ticker, threads)
             with console.progress("verifying", plan.nbytes) as ticker:
-                verify(plan, part, ticker)
+                verify(plan, part, ticker, checksums, threads)
             size = part.stat().st_size
     warnings = (*plan.warnings, *names.warnings)
     if model.file.truncated_tensors():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .tensor_types import type_layout
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -113,6 +114,33 @@ class Field:
         return self.raw
 
 
+def make_field(kind: str, value: Any) -> Field:
+    """Return the field that holds `value`.
+
+    Args:
+        kind: Type as in `Field.type_name`, without the count: `u32`, `str`, `f32[]`, `str[]`, ...
+        value: Of that type; strings as str or bytes.
+
+    Raises:
+        ValueError: A text has no UTF-8 form.
+        struct.error: A number is out of the type's range.
+    """
+    types = {name: number for number, name in TYPE_NAMES.items()}
+    item = types[kind.removesuffix("[]")]
+
+    def text(entry: str | bytes) -> bytes:
+        raw = entry.encode() if isinstance(entry, str) else entry
+        return struct.pack("<Q", len(raw)) + raw
+
+    if not kind.endswith("[]"):
+        return Field(item, text(value) if item == STRING else struct.pack(_SCALARS[item], value))
+    if item == STRING:
+        items = b"".join(map(text, value))
+    else:
+        items = struct.pack(f"<{len(value)}{_SCALARS[item][1]}", *value)
+    return Field(ARRAY, struct.pack("<IQ", item, len(value)) + items)
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor is.
@@ -136,22 +164,16 @@ class TensorInfo:
     @property
     def type_name(self) -> str:
         """ggml's name of the type, such as `Q8_0`."""
-        from gguf import GGMLQuantizationType
-
-        try:
-            return GGMLQuantizationType(self.type_id).name
-        except ValueError:
-            return f"type {self.type_id}"
+        known = type_layout(self.type_id)
+        return known[0] if known else f"type {self.type_id}"
 
     @property
     def nbytes(self) -> int | None:
         """Number of bytes, None when the type is not known here or does not divide the rows."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        try:
-            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.type_id)]
-        except (ValueError, KeyError):
+        known = type_layout(self.type_id)
+        if known is None:
             return None
+        _, block, size = known
         row = self.shape[-1] if self.shape else 1
         return None if row % block else self.elements // block * size
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from .errors import InputError
 from .plan import PlannedKey
-from .schema import OutType
 from .target import Target
+from .tensor_types import FileType
 
 # llama.cpp finds a draft beside its target, and never mistakes one for a target, by this prefix.
 PREFIX = "dflash-"
@@ -51,7 +51,7 @@ class Names:
         if not self.metadata.base_models:
             self.metadata.base_models = [_base_model(target)]
 
-    def file_name(self, out: OutType) -> str:
+    def file_name(self, out: FileType) -> str:
         """Return `dflash-<base>-<size>[-<finetune>][-<version>]-<ENCODING>.gguf`."""
         from gguf import naming_convention
 
@@ -128,7 +128,7 @@ def _base_model(target: Target) -> dict[str, str]:
     return entry or {"name": target.path.stem}
 
 
-def output_path(outfile: Path | None, names: Names, out: OutType) -> Path:
+def output_path(outfile: Path | None, names: Names, out: FileType) -> Path:
     """Decide where the file goes.
 
     Args:

@@ -8,10 +8,11 @@ from typing import Any
 
 from .errors import InputError
 from .gguf_file import STRING, GgufFile, read_gguf
-from .schema import ARCH, KEYS, MASK_TOKEN_KEY, OUT_TYPES, layer_name, rules_for
+from .schema import ARCH, KEYS, MASK_TOKEN_KEY, layer_name, rules_for
 from .target import TOKENS_KEY, Target, read_target
+from .tensor_types import TENSOR_TYPES
 
-_F32 = OUT_TYPES["f32"].type_id
+_F32 = TENSOR_TYPES["f32"].type_id
 _LOADER_NEEDS = (
     "block_count",
     "context_length",

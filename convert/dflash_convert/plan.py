@@ -6,6 +6,7 @@ listed at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,30 +14,27 @@ from .checkpoint import FLOATS, STORED, Checkpoint, SourceTensor
 from .config import DraftConfig
 from .errors import InputError
 from .gguf_file import Field
+from .mix import Draft, TypeRule, check_rules, choose, parse_rules
 from .pair import DraftFacts, mismatches
+from .quantize import require_routines
 from .rope import llama3_factors
 from .schema import (
-    AUTO,
-    IDS_TYPE,
     KEYS,
     MASK_TOKEN_KEY,
-    OUT_TYPES,
     SKIPPED_NAMES,
     SKIPPED_SUFFIXES,
-    OutType,
     TensorRule,
     layer_name,
     rules_for,
 )
 from .target import Target
+from .tensor_types import AUTO, IDS_TYPE, OUT_TYPES, TENSOR_TYPES, FileType, TensorType, out_type
 
 if TYPE_CHECKING:
     import numpy as np
 
-_F32 = OUT_TYPES["f32"]
+_F32 = TENSOR_TYPES["f32"]
 _AUTO_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-# Where a quantised type does not divide the rows, as in the base's converter.
-_FALLBACK = OUT_TYPES["f16"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,11 @@ class PlannedTensor:
 
     name: str
     shape: tuple[int, ...]
-    out: OutType
+    out: TensorType
     source: SourceTensor | None = None
     values: np.ndarray | None = None
     head_dim: int | None = None
-    fallback: OutType | None = None
+    fallback: TensorType | None = None
 
     @property
     def elements(self) -> int:
@@ -92,7 +90,7 @@ class Plan:
     checkpoint: Checkpoint
     config: DraftConfig
     target: Target
-    out: OutType
+    out: FileType
     keys: tuple[PlannedKey, ...]
     tensors: tuple[PlannedTensor, ...]
     skipped: tuple[str, ...]
@@ -124,16 +122,18 @@ def build_plan(
     target: Target,
     outtype: str = AUTO,
     strict: bool = False,
+    tensor_types: Sequence[str] = (),
 ) -> Plan:
     """Plan a conversion.
 
     Args:
-        outtype: A name in `OUT_TYPES`, or `auto` for the type of the checkpoint's matrices.
-        strict: Turn a type fallback or an ignored config key into an error.
+        outtype: Name of a file type, or `auto` for the type of the checkpoint's matrices.
+        strict: Turn a type fallback, an ignored config key or a skipped tensor into an error.
+        tensor_types: Rules `REGEX=TYPE` for single tensors; of those that match the last decides.
 
     Raises:
         InputError: The checkpoint and the target do not fit, or tensors are missing, unknown or
-            of the wrong shape or type: all of them listed.
+            of the wrong shape or type: all of them listed. A type cannot be written.
     """
     _require_fit(checkpoint, config, target)
     problems, matched, skipped = _match(checkpoint, config)
@@ -143,22 +143,27 @@ def build_plan(
             f"the tensors of `{checkpoint.path}` do not match its config", problems=problems
         )
     out = _out_type(outtype, [s for r, _, s in matched if r.kind == "matrix"])
-    tensors = [_planned(rule, layer, source, out, config) for rule, layer, source in matched]
+    tensors = _planned(matched, out, parse_rules(tensor_types), config)
     if config.rope.llama3 is not None:
         dimensions = config.rope.dimensions or config.head_dim
         factors = llama3_factors(config.rope.llama3, config.rope.theta, dimensions)
         tensors.append(PlannedTensor("rope_freqs.weight", factors.shape, _F32, values=factors))
+    require_routines({t.out for t in tensors})
     warnings = list(config.warnings)
-    warnings += [
+    fallbacks = [
         f"`{t.name}` becomes {t.out.name}: its rows of {t.shape[-1]} do not divide into blocks of "
         f"{t.fallback.block} ({t.fallback.name})"
         for t in tensors
         if t.fallback is not None
     ]
-    if config.ignored:
-        warnings.append(f"config keys without effect: {', '.join(config.ignored)}")
-    if strict and (config.ignored or any(t.fallback for t in tensors)):
-        raise InputError("`--strict` allows no fallback and no ignored key", problems=warnings)
+    ignored = [f"config keys without effect: {', '.join(config.ignored)}"] if config.ignored else []
+    if strict and (fallbacks or ignored or skipped):
+        left_out = [f"tensor without effect: `{checkpoint.tensors[n].raw_name}`" for n in skipped]
+        raise InputError(
+            "`--strict` allows no fallback, no ignored key and no skipped tensor",
+            problems=[*fallbacks, *ignored, *left_out],
+        )
+    warnings += [*fallbacks, *ignored]
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -266,9 +271,9 @@ def _head_problems(matched: list[Matched], config: DraftConfig) -> list[str]:
     return problems
 
 
-def _out_type(outtype: str, matrices: list[SourceTensor]) -> OutType:
+def _out_type(outtype: str, matrices: list[SourceTensor]) -> FileType:
     if outtype != AUTO:
-        return OUT_TYPES[outtype]
+        return out_type(outtype)
     sizes = dict.fromkeys(_AUTO_TYPES, 0)
     for tensor in matrices:
         sizes[tensor.dtype] += tensor.elements
@@ -276,19 +281,25 @@ def _out_type(outtype: str, matrices: list[SourceTensor]) -> OutType:
 
 
 def _planned(
-    rule: TensorRule, layer: int, source: SourceTensor, out: OutType, config: DraftConfig
-) -> PlannedTensor:
-    name = layer_name(rule.target, layer)
-    if rule.kind == "ids":
-        values = _absolute_ids(source, config.vocab)
-        return PlannedTensor(name, source.shape, IDS_TYPE, source, values)
-    fallback = None
-    if rule.kind != "matrix":
-        out = _F32
-    elif source.row % out.block:
-        out, fallback = _FALLBACK, out
-    head_dim = config.head_dim if rule.per_head and config.interleaved else None
-    return PlannedTensor(name, source.shape, out, source, head_dim=head_dim, fallback=fallback)
+    matched: list[Matched], out: FileType, rules: tuple[TypeRule, ...], config: DraftConfig
+) -> list[PlannedTensor]:
+    names = [layer_name(rule.target, layer) for rule, layer, _ in matched]
+    matrices = [n for n, (rule, *_) in zip(names, matched, strict=True) if rule.kind == "matrix"]
+    check_rules(rules, matrices, [n for n in names if n not in matrices])
+    draft = Draft(config.layers, config.heads // config.kv_heads, "output.weight" in matrices)
+    tensors = []
+    for name, (rule, _, source) in zip(names, matched, strict=True):
+        if rule.kind == "ids":
+            ids = _absolute_ids(source, config.vocab)
+            tensors.append(PlannedTensor(name, source.shape, IDS_TYPE, source, ids))
+            continue
+        wanted = written = _F32
+        if rule.kind == "matrix":
+            wanted, written = choose(name, source.row, out, draft, rules)
+        head_dim = config.head_dim if rule.per_head and config.interleaved else None
+        fallback = wanted if wanted is not written else None
+        tensors.append(PlannedTensor(name, source.shape, written, source, None, head_dim, fallback))
+    return tensors
 
 
 def _absolute_ids(source: SourceTensor, vocab: int) -> np.ndarray:
@@ -306,8 +317,8 @@ def _absolute_ids(source: SourceTensor, vocab: int) -> np.ndarray:
     return ids
 
 
-def _keys(config: DraftConfig, target: Target, out: OutType) -> list[PlannedKey]:
-    keys = [PlannedKey("general.file_type", "u32", out.file_type)]
+def _keys(config: DraftConfig, target: Target, out: FileType) -> list[PlannedKey]:
+    keys = [PlannedKey("general.file_type", "u32", out.number)]
     for rule in KEYS:
         value = rule.value(config)
         if value is not None:

@@ -1,22 +1,42 @@
 """Turn stored weights into the types of a GGUF, piece by piece, and back for verification.
 
-f32, f16, bf16 and q8_0 need numpy and gguf only; the base's own converter uses the same routines.
+f32, f16, bf16 and q8_0 need numpy and gguf only; every other type is made by ggml's library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .schema import OutType
+from . import ggml
+from .errors import InputError
+from .tensor_types import BUILT_IN, TensorType
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Largest magnitude a type can hold; q8_0 stores the step of a block as f16.
-LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127}
+# Largest magnitude of each stored type, and of each written type where it is not that of f16, in
+# which blocks keep their scale or minimum. nvfp4 has e4m3 scales, which ggml rounds well up to 256;
+# a value is at most 6 of its scale.
+_STORED_LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38, "F16": 65504.0}
+_F16_LARGEST = 65504.0
+_LARGEST = {
+    "f32": 3.4028235e38,
+    "bf16": 3.3895314e38,
+    "q8_0": _F16_LARGEST * 127,
+    "mxfp4": 6.0 * 2.0**125,
+    "nvfp4": 256.0 * 6,
+}
 
-# Types whose bits may be copied as they are.
-_SAME = {("F32", "f32"), ("F16", "f16"), ("BF16", "bf16")}
+
+def largest(out: TensorType) -> float:
+    """Return the largest magnitude that may be written as `out`."""
+    return _LARGEST.get(out.name, _F16_LARGEST)
+
+
+def may_exceed(dtype: str, out: TensorType) -> bool:
+    """Tell whether a value stored as `dtype` can be larger than `out` holds."""
+    return out.name != "i64" and _STORED_LARGEST[dtype] > largest(out)
 
 
 def to_f32(stored: np.ndarray, dtype: str) -> np.ndarray:
@@ -43,7 +63,7 @@ def not_finite(stored: np.ndarray, dtype: str) -> int:
     return int(np.count_nonzero(exponents == exponent))
 
 
-def encode(stored: np.ndarray, dtype: str, out: OutType, row: int) -> np.ndarray:
+def encode(stored: np.ndarray, dtype: str, out: TensorType, row: int) -> np.ndarray:
     """Encode stored values for the GGUF.
 
     Args:
@@ -57,10 +77,8 @@ def encode(stored: np.ndarray, dtype: str, out: OutType, row: int) -> np.ndarray
     """
     import numpy as np
 
-    if (dtype, out.name) in _SAME:
+    if is_copy(dtype, out):
         return stored
-    if out.name == "i64":
-        return stored.astype("<i8")
     values = to_f32(stored, dtype)
     if out.name == "f32":
         return values.astype("<f4", copy=False)
@@ -70,53 +88,58 @@ def encode(stored: np.ndarray, dtype: str, out: OutType, row: int) -> np.ndarray
         # To nearest even; NaN cannot occur, it was refused before.
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-    from gguf import GGMLQuantizationType
-    from gguf.quants import quantize
-
-    return quantize(values.reshape(-1, row), GGMLQuantizationType(out.type_id))
+    return _routines(out).quantize(np.ascontiguousarray(values), out, row)
 
 
-def decode(raw: np.ndarray, out: OutType) -> np.ndarray:
+def decode(raw: np.ndarray, out: TensorType) -> np.ndarray:
     """Decode bytes of the GGUF (uint8, flat) to float32, or int64 for ids."""
-    import numpy as np
-
     if out.name == "i64":
         return raw.view("<i8")
-    if out.name == "q8_0":
-        blocks = raw.view(np.dtype([("scale", "<f2"), ("values", "i1", 32)]))
-        return (blocks["scale"].astype(np.float32)[:, None] * blocks["values"]).ravel()
+    if out.quantized:
+        return _routines(out).dequantize(raw, out)
     name, bits = {"f32": ("F32", "<f4"), "f16": ("F16", "<f2"), "bf16": ("BF16", "<u2")}[out.name]
     return to_f32(raw.view(bits), name)
 
 
-def allowed_error(values: np.ndarray, out: OutType) -> np.ndarray:
-    """Return the largest error that rounding to `out` may leave, per value.
+def is_copy(dtype: str, out: TensorType) -> bool:
+    """Tell whether the stored bits of `dtype` are those of `out`."""
+    return dtype.lower() == out.name
 
-    Args:
-        values: Source values, float32, whole rows, flat.
 
-    Returns:
-        float32, same shape. Half a unit in the last place: 2**-11 (f16) or 2**-8 (bf16) of the
-        value, 2**-25 at least for f16, whose small values are spaced evenly. q8_0: half a step of
-        the block's largest value / 127, plus what rounding that step to f16 moves a value by.
+def require_routines(types: Iterable[TensorType]) -> None:
+    """Check that tensors can be written as `types`.
+
+    Raises:
+        InputError: One of them needs ggml's library, and it is missing or another version.
     """
-    import numpy as np
+    for out in types:
+        if out.name not in BUILT_IN and out.quantized:
+            ggml.load().require(out)
 
-    magnitude = np.abs(values)
-    if out.name == "f16":
-        return np.maximum(magnitude * np.float32(2**-11), np.float32(2**-25))
-    if out.name == "bf16":
-        return np.maximum(magnitude * np.float32(2**-8), np.float32(2**-134))
-    if out.name == "q8_0":
-        largest = magnitude.reshape(-1, 32).max(axis=1)
-        step = largest / 127
-        # The stored step is off by 2**-11 of itself or 2**-25, times at most 127; a hair on top
-        # for the float32 arithmetic of the encoder.
-        bound = step * np.float32(0.5001) + np.maximum(
-            largest * np.float32(2**-11), np.float32(127 * 2**-25)
-        )
-        return np.repeat(bound, 32)
-    return np.zeros_like(magnitude)
+
+class _Numpy:
+    """q8_0 where ggml's library is not built: the same bytes by the gguf package, more slowly."""
+
+    def quantize(self, values: np.ndarray, out: TensorType, row: int) -> np.ndarray:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quantize
+
+        return quantize(values.reshape(-1, row), GGMLQuantizationType(out.type_id)).ravel()
+
+    def dequantize(self, raw: np.ndarray, out: TensorType) -> np.ndarray:
+        import numpy as np
+
+        blocks = raw.view(np.dtype([("scale", "<f2"), ("values", "i1", 32)]))
+        return (blocks["scale"].astype(np.float32)[:, None] * blocks["values"]).ravel()
+
+
+def _routines(out: TensorType) -> ggml.Ggml | _Numpy:
+    try:
+        return ggml.load()
+    except InputError:
+        if out.name not in BUILT_IN:
+            raise
+        return _Numpy()
 
 
 def deinterleave(stored: np.ndarray, head_dim: int, width: int) -> np.ndarray:

@@ -245,41 +245,6 @@ KEYS: tuple[KeyRule, ...] = (
 MASK_TOKEN_KEY = "tokenizer.ggml.mask_token_id"
 
 
-@dataclass(frozen=True)
-class OutType:
-    """A type that tensors can be written as.
-
-    Attributes:
-        type_id: ggml's number of the type.
-        file_type: Value of `general.file_type` for a file of this type.
-        block: Elements per block of a row.
-        block_bytes: Bytes per block.
-    """
-
-    name: str
-    type_id: int
-    file_type: int
-    block: int
-    block_bytes: int
-
-    def nbytes(self, elements: int) -> int:
-        """Return the bytes of `elements` elements (whole blocks)."""
-        return elements // self.block * self.block_bytes
-
-
-OUT_TYPES = {
-    t.name: t
-    for t in (
-        OutType("f32", 0, 0, 1, 4),
-        OutType("f16", 1, 1, 1, 2),
-        OutType("bf16", 30, 32, 1, 2),
-        OutType("q8_0", 8, 7, 32, 34),
-    )
-}
-IDS_TYPE = OutType("i64", 27, 0, 1, 8)
-AUTO = "auto"
-
-
 def layer_name(template: str, layer: int) -> str:
     """Fill the layer into a name of the table."""
     return template.replace("{n}", str(layer))

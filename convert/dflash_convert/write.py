@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ from .console import Ticker, human_bytes
 from .errors import FailureError, InputError
 from .gguf_file import Field
 from .plan import Plan, PlannedKey, PlannedTensor
+from .pool import PIECE, Workers, workers
 from .quantize import deinterleave, encode
-from .scan import PIECE, ordered, workers
 from .schema import ARCH
 
 if TYPE_CHECKING:
@@ -88,10 +88,15 @@ class _Stored(bytes):
 
 
 class _Streamed:
-    """What GGUFWriter takes for an array, but made piece by piece while it is written."""
+    """What GGUFWriter takes for an array, but made piece by piece while it is written.
 
-    def __init__(self, tensor: PlannedTensor, pool: ThreadPoolExecutor, ticker: Ticker):
+    Attributes:
+        checksums: CRC-32 of each piece that was written.
+    """
+
+    def __init__(self, tensor: PlannedTensor, pool: Workers, ticker: Ticker):
         self.nbytes = tensor.nbytes
+        self.checksums: list[int] = []
         self._tensor = tensor
         self._pool = pool
         self._ticker = ticker
@@ -102,9 +107,15 @@ class _Streamed:
         if tensor.values is not None:
             stream.write(tensor.values.tobytes())
             return
-        for piece in ordered(self._pool, lambda p: make_piece(tensor, *p), pieces(tensor)):
-            stream.write(memoryview(piece).cast("B"))  # type: ignore[arg-type]
-            self._ticker.advance(piece.nbytes)
+
+        def make(piece: tuple[int, int]) -> tuple[memoryview, int]:
+            encoded = memoryview(make_piece(tensor, *piece)).cast("B")  # type: ignore[arg-type]
+            return encoded, zlib.crc32(encoded)
+
+        for encoded, checksum in self._pool.ordered(make, pieces(tensor)):
+            stream.write(encoded)
+            self.checksums.append(checksum)
+            self._ticker.advance(encoded.nbytes)
 
 
 def pieces(tensor: PlannedTensor) -> Iterator[tuple[int, int]]:
@@ -138,13 +149,19 @@ def _source(tensor: PlannedTensor) -> SourceTensor:
     return tensor.source
 
 
-def write_gguf(plan: Plan, path: Path, ticker: Ticker) -> None:
+def write_gguf(
+    plan: Plan, path: Path, ticker: Ticker, threads: int | None = None
+) -> dict[str, list[int]]:
     """Write a planned GGUF to `path` and flush it to the disk.
 
     Args:
         ticker: Told the bytes that were written.
+        threads: Number of threads; None for one per core.
+
+    Returns:
+        For each tensor that was read from the checkpoint the CRC-32 of its `pieces` as written.
     """
-    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+    from gguf import GGUFValueType, GGUFWriter
 
     class Writer(GGUFWriter):
         # The one addition: values in GGUF form pass as they are, so that a tokenizer is copied
@@ -184,16 +201,21 @@ def write_gguf(plan: Plan, path: Path, ticker: Ticker) -> None:
                 tensor.shape,
                 np.dtype(np.float32),  # only looked at for raw bytes
                 tensor.nbytes,
-                raw_dtype=GGMLQuantizationType(tensor.out.type_id),
+                # The package may not know the number, and only packs it.
+                raw_dtype=tensor.out.type_id,  # type: ignore[arg-type]
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        with workers() as pool:
+        checksums = {}
+        with workers(threads) as pool:
             for tensor in plan.tensors:
-                writer.write_tensor_data(_Streamed(tensor, pool, ticker))  # type: ignore[arg-type]
+                streamed = _Streamed(tensor, pool, ticker)
+                writer.write_tensor_data(streamed)  # type: ignore[arg-type]
+                checksums[tensor.name] = streamed.checksums
         for stream in writer.fout or ():
             stream.flush()
             os.fsync(stream.fileno())
+        return checksums
     finally:
         writer.close()

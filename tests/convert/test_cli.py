@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dflash_convert.gguf_file import read_gguf
-from dflash_convert.schema import OUT_TYPES
+from dflash_convert.tensor_types import OUT_TYPES
 
 Make = Callable[..., Path]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -86,7 +86,7 @@ def test_warnings_go_to_stderr(run: Run, small: Make, small_target: Path) -> Non
     result = run(checkpoint, "--target", small_target, "-o", "d.gguf", "-q")
     assert result.stderr == "warning: config keys without effect: frobnicate\n"
     strict = run(checkpoint, "--target", small_target, "-o", "e.gguf", "--strict")
-    assert "`--strict` allows no fallback and no ignored key" in error_of(strict)
+    assert "`--strict` allows no fallback, no ignored key" in error_of(strict)
 
 
 def test_usage_errors(run: Run, small: Make) -> None:

@@ -15,13 +15,14 @@ import dflash_convert
 from dflash_convert import conversion
 from dflash_convert.errors import InputError
 from dflash_convert.gguf_file import read_gguf
-from dflash_convert.schema import OUT_TYPES, TENSORS, layer_name
+from dflash_convert.schema import TENSORS, layer_name
+from dflash_convert.tensor_types import BUILT_IN
 
 Make = Callable[..., Path]
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("outtype", sorted(OUT_TYPES))
+@pytest.mark.parametrize("outtype", sorted(BUILT_IN))
 def test_every_tensor_and_type(make: Make, target: Path, version: int, outtype: str) -> None:
     checkpoint = make(version=version)
     written = gguf_tensors(convert(checkpoint, target, outtype=outtype))

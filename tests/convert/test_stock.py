@@ -26,11 +26,11 @@ from dflash_convert.schema import (
     KEYS,
     LAST_LAYER_TAPPED_ARCHITECTURES,
     MASK_TOKEN_KEY,
-    OUT_TYPES,
     TAPPED_ARCHITECTURES,
     TENSORS,
     layer_name,
 )
+from dflash_convert.tensor_types import BUILT_IN, OUT_TYPES, TENSOR_TYPES
 
 pytestmark = pytest.mark.native
 
@@ -78,11 +78,12 @@ def test_names_and_keys_are_the_bases(base_gguf_py: Path) -> None:
     assert names <= {t.format(bid=0) for t in tensors}
     assert {rule.key for rule in KEYS} <= set(keys)
     assert mask == MASK_TOKEN_KEY
-    for out_type in OUT_TYPES.values():
-        name = out_type.name.upper()
-        assert types[name] == [out_type.type_id, out_type.block, out_type.block_bytes]
-        wanted = "ALL_F32" if name == "F32" else f"MOSTLY_{name}"
-        assert file_types[wanted] == out_type.file_type
+    for written in TENSOR_TYPES.values():
+        name = written.name.upper()
+        assert types[name] == [written.type_id, written.block, written.block_bytes]
+    for name, file_type in OUT_TYPES.items():
+        wanted = "ALL_F32" if name == "f32" else f"MOSTLY_{name.upper()}"
+        assert file_types[wanted] == file_type.number
 
 
 def test_architecture_tables_are_the_bases(base: Path) -> None:
@@ -148,7 +149,7 @@ def _own(**keys: Any) -> dict[str, Any]:
 _MIXED = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
 
 CASES = {
-    **{f"d2-{t}": Case({}, t) for t in OUT_TYPES},
+    **{f"d2-{t}": Case({}, t) for t in BUILT_IN},
     "d1": Case({"version": 1}),
     "d1-q8_0": Case({"version": 1}, "q8_0"),
     "f32-source": Case({"dtype": "f32"}, "bf16"),
@@ -280,7 +281,7 @@ def test_stock_loads_what_we_write(stock_bin_dir: Path, target: Path, tmp_path: 
     }
     for name, changes in cases.items():
         checkpoint = make_draft_checkpoint(tmp_path / name, **changes)
-        for outtype in OUT_TYPES if name == "d2" else ("bf16",):
+        for outtype in BUILT_IN if name == "d2" else ("bf16",):
             out = tmp_path / f"{name}-{outtype}.gguf"
             result = dflash_convert.convert(checkpoint, target, out, outtype)
             paths.append((str(out), result.plan.parameters))

@@ -14,7 +14,7 @@ import dflash_convert
 from dflash_convert import conversion, quantize, write
 from dflash_convert.errors import FailureError
 from dflash_convert.gguf_file import read_gguf
-from dflash_convert.schema import OUT_TYPES
+from dflash_convert.tensor_types import OUT_TYPES
 
 Make = Callable[..., Path]
 
@@ -40,9 +40,10 @@ def test_a_flipped_bit_is_found_and_the_file_removed(
 ) -> None:
     original = write.write_gguf
 
-    def spoiling(plan: Any, path: Path, ticker: Any) -> None:
-        original(plan, path, ticker)
+    def spoiling(plan: Any, path: Path, *rest: Any) -> Any:
+        checksums = original(plan, path, *rest)
         _spoil(path, name)
+        return checksums
 
     monkeypatch.setattr(conversion, "write_gguf", spoiling)
     with pytest.raises(FailureError, match="differs from its source") as caught:
