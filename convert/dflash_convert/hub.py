@@ -1,0 +1,264 @@
+"""Checkpoints and targets by hub id: `org/name` or `org/name@revision`, fetched into the cache.
+
+Cache, token and endpoint are those of huggingface_hub (HF_HOME, HF_TOKEN, HF_ENDPOINT); its bars
+show the progress. Only what a conversion reads is fetched: of a target that is no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from .errors import FailureError, InputError, shorten
+
+_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_INDEX = ".safetensors.index.json"
+_DRAFT = ("config.json", "README.md", "generation_config.json")
+_MASKS = ("mask_embedding.pt", "mask_embedding.safetensors")
+_TARGET = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the hub, as far as it was fetched.
+
+    Attributes:
+        id: `org/name`.
+        commit: Hash of the commit that the revision stands for.
+        path: Directory with the fetched files.
+        files: Names of all files of the commit, fetched or not.
+    """
+
+    id: str
+    commit: str
+    path: Path
+    files: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The id without the organisation."""
+        return self.id.partition("/")[2]
+
+
+def parse_id(reference: Path | str) -> tuple[str, str | None] | None:
+    """Split a hub id into `org/name` and revision.
+
+    Returns:
+        None for what is, or was meant to be, a path: anything that exists, or lies in a directory
+        that exists.
+    """
+    text = str(reference)
+    match = _ID.fullmatch(text)
+    if match is None or Path(text).exists() or Path(match[1]).is_dir():
+        return None
+    return f"{match[1]}/{match[2]}", match[3]
+
+
+def fetch_draft(reference: Path | str, *, progress: bool = True) -> HubModel | None:
+    """Fetch a draft's config, model card and safetensors files; None if `reference` is a path.
+
+    Raises:
+        InputError: No such model or revision, no access, no safetensors.
+        FailureError: The hub does not answer and the cache lacks files.
+    """
+    return _fetch(reference, _draft_files, progress)
+
+
+def fetch_target(reference: Path | str, *, progress: bool = True) -> HubModel | None:
+    """Fetch a target's config and tokenizer; None if `reference` is a path.
+
+    Raises:
+        InputError, FailureError: As `fetch_draft`.
+    """
+    return _fetch(reference, _target_files, progress)
+
+
+def fetch_shards(model: HubModel, tensors: tuple[str, ...], *, progress: bool = True) -> None:
+    """Fetch the safetensors files of a model that hold the given tensors, by its index.
+
+    Raises:
+        InputError, FailureError: As `fetch_draft`.
+    """
+
+    def wanted(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
+        indexes = [n for n in names if n.endswith(_INDEX)]
+        table = _weight_map(get(indexes[0])) if indexes else {}
+        shards = {table[t] for t in tensors if t in table} or _weights(names)
+        for name in sorted(shards):
+            get(name)
+
+    _fetch(f"{model.id}@{model.commit}", wanted, progress)
+
+
+def _fetch(
+    reference: Path | str,
+    choose: Callable[[tuple[str, ...], Callable[[str], Path]], None],
+    progress: bool,
+) -> HubModel | None:
+    parsed = parse_id(reference)
+    if parsed is None:
+        return None
+    model, revision = parsed
+    with _explained(model, revision), _bars(progress):
+        commit, names = _list(model, revision)
+        from huggingface_hub import hf_hub_download
+
+        def get(name: str) -> Path:
+            return Path(hf_hub_download(model, name, revision=commit))
+
+        if "config.json" not in names:
+            _explain_missing(model, names)
+        folder = get("config.json").parent
+        choose(names, get)
+    return HubModel(model, commit, folder, names)
+
+
+def _list(model: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return commit and file names, from the cache when the hub cannot be asked."""
+    from httpx import TransportError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        info = HfApi().model_info(model, revision=revision)
+        return str(info.sha), tuple(s.rfilename for s in info.siblings or ())
+    except (OfflineModeIsEnabled, TransportError) as exc:
+        try:
+            folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise exc from None
+        names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        return folder.name, tuple(sorted(names))
+
+
+def _draft_files(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
+    for name in (*_DRAFT, *_MASKS):
+        if name in names:
+            get(name)
+    indexes = [n for n in names if n.endswith(_INDEX) and "/" not in n]
+    weights: set[str] = set()
+    for index in indexes:
+        weights |= set(_weight_map(get(index)).values())
+    # Files that an index names and the model lacks are reported when the checkpoint is opened.
+    weights = weights & set(names) if indexes else _weights(names)
+    if not weights:
+        others = [n for n in names if n.endswith((".bin", ".pt", ".gguf"))]
+        raise InputError(
+            "the model has no safetensors files"
+            + (f", only {', '.join(shorten(others, 3))}" if others else "")
+        )
+    for name in sorted(weights):
+        get(name)
+
+
+def _target_files(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
+    for name in names:
+        path = PurePosixPath(name)
+        if name in _TARGET or (path.parent.name == _TEMPLATES and path.suffix == ".jinja"):
+            get(name)
+
+
+def _weights(names: tuple[str, ...]) -> set[str]:
+    return {n for n in names if n.endswith(".safetensors") and "/" not in n and n not in _MASKS}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The index's map from tensors to files; a damaged index is reported on opening."""
+    try:
+        table = json.loads(index.read_bytes()).get("weight_map")
+        return {k: v for k, v in table.items() if isinstance(v, str)}
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _explain_missing(model: str, names: tuple[str, ...]) -> None:
+    ggufs = [n for n in names if n.endswith(".gguf")]
+    if ggufs:
+        raise InputError(
+            f"the hub's `{model}` holds GGUF files, no checkpoint",
+            hint=f"`hf download {model} {ggufs[0]}`, then give that file's path",
+        )
+    raise InputError(f"the hub's `{model}` has no config.json, expected a checkpoint")
+
+
+@contextmanager
+def _bars(progress: bool) -> Iterator[None]:
+    """Switch the library's bars off for the time being."""
+    from huggingface_hub import utils
+
+    if progress or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+@contextmanager
+def _explained(model: str, revision: str | None) -> Iterator[None]:
+    """Turn the library's exceptions into one sentence each."""
+    from httpx import TransportError
+    from huggingface_hub import constants, errors
+
+    token = "set HF_TOKEN or run `hf auth login`"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise InputError(
+            f"the hub's `{model}` is gated, and this token has no access",
+            hint=f"ask for access on the model's page, then {token}",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"the hub's `{model}` has no revision `{revision}`") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(
+            f"no directory `{model}`, and no such model on the hub",
+            hint=f"check the spelling; if the model is private, {token}",
+        ) from None
+    except errors.HFValidationError:
+        raise InputError(f"`{model}` is neither a directory nor a hub id") from None
+    except errors.OfflineModeIsEnabled:
+        raise FailureError(
+            f"`{model}` is not complete in the cache, and HF_HUB_OFFLINE forbids asking the hub",
+            hint="unset HF_HUB_OFFLINE, or give a directory",
+        ) from None
+    except (TransportError, errors.LocalEntryNotFoundError):
+        raise FailureError(
+            f"the hub ({constants.ENDPOINT}) does not answer, and `{model}` is not complete in the "
+            "cache",
+            hint="check the connection and try again, or give a directory",
+        ) from None
+    except errors.HfHubHTTPError as exc:
+        raise FailureError(f"the hub refused `{model}`: {_status(exc)}") from None
+    except (errors.EntryNotFoundError, errors.FileMetadataError, errors.XetDownloadError) as exc:
+        raise FailureError(f"fetching `{model}` failed: {_line(exc)}") from None
+
+
+def _status(exc: Any) -> str:
+    response = getattr(exc, "response", None)
+    code = getattr(response, "status_code", None)
+    reason = getattr(response, "reason_phrase", "")
+    if code in (401, 403):
+        return f"{code} {reason}, check HF_TOKEN"
+    return f"{code} {reason}, try again later" if code else _line(exc)
+
+
+def _line(exc: BaseException) -> str:
+    return next((line.strip() for line in str(exc).splitlines() if line.strip()), "unknown error")
