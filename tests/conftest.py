@@ -6,11 +6,17 @@ The markers (slow, native, gpu, peer) are declared in pyproject.toml.
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# A shell that starts the tests in the background has SIGINT ignored, and so would every process
+# that a test starts in order to interrupt it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

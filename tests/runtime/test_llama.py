@@ -174,8 +174,8 @@ def test_stopping_criteria_see_the_same(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize(("n_draft", "p_min"), [(1, 0.0), (2, 0.0), (5, 0.9), (7, 0.3)])
-def test_draft_lengths(tmp_path: Path, opened: Twins, n_draft: int, p_min: float) -> None:
-    files = (opened.plain.model_path, opened.ours._draft_path)
+def test_draft_lengths(tmp_path: Path, opened_twins: Twins, n_draft: int, p_min: float) -> None:
+    files = (opened_twins.plain.model_path, opened_twins.ours._draft_path)
     other = Twins((Path(files[0]), Path(files[1])), n_draft=n_draft, p_min=p_min)
     try:
         other.same(lambda llm: take(llm, PROMPT, 60, temp=0.0))
@@ -188,9 +188,9 @@ def test_draft_lengths(tmp_path: Path, opened: Twins, n_draft: int, p_min: float
 
 
 @pytest.mark.parametrize("batch", [(64, 16), (16, 16), (8, 4), (4, 2)])
-def test_small_batches(opened: Twins, batch: tuple[int, int]) -> None:
+def test_small_batches(opened_twins: Twins, batch: tuple[int, int]) -> None:
     """Blocks wider than a micro-batch, prompts wider than a batch."""
-    files = (Path(opened.plain.model_path), Path(opened.ours._draft_path))
+    files = (Path(opened_twins.plain.model_path), Path(opened_twins.ours._draft_path))
     other = Twins(files, n_batch=batch[0], n_ubatch=batch[1])
     try:
         other.same(lambda llm: take(llm, PROMPT, 40, temp=0.0))
@@ -210,8 +210,8 @@ def test_last_token_drafted(twins: Twins) -> None:
     assert max(map(len, runs)) <= 7
 
 
-def test_trace(opened: Twins) -> None:
-    files = (Path(opened.plain.model_path), Path(opened.ours._draft_path))
+def test_trace(opened_twins: Twins) -> None:
+    files = (Path(opened_twins.plain.model_path), Path(opened_twins.ours._draft_path))
     other = Twins(files, draft_trace=True)
     try:
         generator = other.ours.generate(PROMPT, temp=0.0)

@@ -101,9 +101,9 @@ def test_session_rollback_is_exact_or_refused(twins: Twins, n_decoded: int) -> N
 
 
 @pytest.mark.parametrize("n_ctx", [256, 100])  # llama.cpp rounds up to 256
-def test_context_full(opened: Twins, n_ctx: int) -> None:
+def test_context_full(opened_twins: Twins, n_ctx: int) -> None:
     """Both give the same tokens and then fail at the same place."""
-    files = (Path(opened.plain.model_path), Path(opened.ours._draft_path))
+    files = (Path(opened_twins.plain.model_path), Path(opened_twins.ours._draft_path))
     other = Twins(files, n_ctx=n_ctx)
     try:
 
