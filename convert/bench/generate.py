@@ -1,5 +1,7 @@
 """A checkpoint of any size with the shapes of Qwen3.8-27B-DFlash2, and a target to convert it for.
 
+    python convert/bench/generate.py FOLDER [--scale N]
+
 Everything follows from the seed and is written in pieces; nothing is downloaded. The target is
 generated twice: as a GGUF (a header and a sparse embedding) and as a Hugging Face directory
 (config and tokenizer, which is all that a converter of drafts reads).
@@ -7,6 +9,7 @@ generated twice: as a GGUF (a header and a sparse embedding) and as a Hugging Fa
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import string
@@ -234,3 +237,19 @@ def _vocabulary(size: int) -> tuple[list[str], list[str]]:
     merges += itertools.islice(four, max(0, size - len(tokens) - len(merges)))
     merges = merges[: size - len(tokens)]
     return tokens + [m.replace(" ", "") for m in merges], merges
+
+
+def main() -> None:
+    """Write FOLDER/draft, FOLDER/target (Hugging Face) and FOLDER/target.gguf."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--scale", type=int, choices=(1, 2, 4), default=1, help="divide all widths")
+    options = parser.parse_args()
+    shape = Shape(options.scale)
+    make_checkpoint(options.folder / "draft", shape)
+    make_hf_target(options.folder / "target", shape)
+    make_gguf_target(options.folder / "target.gguf", shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,13 +16,12 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-from generate import Shape, make_checkpoint, make_gguf_target, make_hf_target
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "release" / "llama.cpp"
@@ -110,10 +109,10 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="dflash-bench-", dir=options.folder))
     try:
-        shape = Shape(options.scale)
-        make_checkpoint(folder / "draft", shape)
-        make_gguf_target(folder / "target.gguf", shape)
-        make_hf_target(folder / "target", shape)
+        # In a process of its own: Linux counts the memory of the parent as a child's peak.
+        generate = Path(__file__).with_name("generate.py")
+        command = [sys.executable, generate, folder, "--scale", str(options.scale)]
+        subprocess.run(command, check=True)
         rows = []
         for outtype in options.types.split(","):
             runs = [measure(folder, outtype, options.threads) for _ in range(options.repeat)]
