@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hf_tokenizers import QWEN2
 from tiny_checkpoint import write_safetensors
 from tiny_vocab import make_vocab
 
@@ -76,14 +77,16 @@ def make_hf_target(
 
 
 def _write_tokenizer(directory: Path, size: int) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = make_vocab(size)
     merges = [tuple(pair.split(" ")) for pair in vocab.merges]
     plain = vocab.tokens[: vocab.bos]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(plain)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(QWEN2), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(vocab.tokens[vocab.bos :]))
     fast = PreTrainedTokenizerFast(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 FLOATS = ("F32", "F16", "BF16")
 
+# A mask embedding in a file of its own (see `mask_embedding`), best readable first.
+MASK_FILES = ("mask_embedding.safetensors", "mask_embedding.pt")
+
 _PREFIX = "model."
 _CONFIG = "config.json"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -114,17 +117,14 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     files, index = _weight_files(path)
     tensors: dict[str, SourceTensor] = {}
     problems = []
-    for file in files:
-        for tensor in _read_header(file):
-            if index is not None and index.get(tensor.raw_name, file.name) != file.name:
-                continue  # the index assigns this name to another file
-            other = tensors.get(tensor.name)
-            if other is not None:
-                problems.append(
-                    f"`{tensor.name}` is in `{other.file.name}` (as `{other.raw_name}`) and in "
-                    f"`{file.name}` (as `{tensor.raw_name}`)"
-                )
-            tensors[tensor.name] = tensor
+    for tensor in _read_files(files, index):
+        other = tensors.get(tensor.name)
+        if other is not None:
+            problems.append(
+                f"`{tensor.name}` is in `{other.file.name}` (as `{other.raw_name}`) and in "
+                f"`{tensor.file.name}` (as `{tensor.raw_name}`)"
+            )
+        tensors[tensor.name] = tensor
     if problems:
         raise InputError(f"`{path}` holds tensors twice", problems=problems)
     if index is not None:
@@ -135,23 +135,34 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
                 problems=[f"`{name}`, expected in `{index[name]}`" for name in absent],
                 hint="download the checkpoint again",
             )
-    if (path / "mask_embedding.pt").exists():
-        raise InputError(
-            f"`{path}` has a mask embedding of its own (mask_embedding.pt), not supported yet",
-            hint="llama.cpp's convert_hf_to_gguf.py handles it, with --target-model-dir",
-        )
     return Checkpoint(path, config, tuple(files), tensors)
+
+
+def open_weights(path: Path, *, partial: bool = False) -> list[SourceTensor]:
+    """Read the headers of a directory's safetensors files, whatever model they belong to.
+
+    Args:
+        partial: Files that the index names may be absent.
+
+    Raises:
+        InputError: No safetensors, or a damaged file or index.
+    """
+    return list(_read_files(*_weight_files(path, partial)))
+
+
+def _read_files(files: list[Path], index: dict[str, str] | None) -> Iterator[SourceTensor]:
+    for file in files:
+        for tensor in read_header(file):
+            # The index may assign the name to another file.
+            if index is None or index.get(tensor.raw_name, file.name) == file.name:
+                yield tensor
 
 
 def _check_directory(path: Path) -> None:
     if path.is_dir():
         return
     if not path.exists():
-        hint = None
-        parts = str(path).split("/")
-        if len(parts) == 2 and all(parts):
-            hint = f"if that is a hub id: `hf download {path} --local-dir {parts[1]}` first"
-        raise InputError(f"no checkpoint directory `{path}`", hint=hint)
+        raise InputError(f"no checkpoint directory `{path}`")
     what = "a GGUF file" if path.suffix == ".gguf" else "a file"
     raise InputError(
         f"`{path}` is {what}, expected a checkpoint directory with {_CONFIG} and safetensors",
@@ -161,7 +172,7 @@ def _check_directory(path: Path) -> None:
     )
 
 
-def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _weight_files(path: Path, partial: bool = False) -> tuple[list[Path], dict[str, str] | None]:
     """Return the safetensors files and, when there is an index, its map from tensor to file."""
     indexes = sorted(p for p in path.glob(f"*{_INDEX_SUFFIX}") if p.is_file())
     if len(indexes) > 1:
@@ -170,8 +181,12 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
             problems=[f"`{p.name}`" for p in indexes],
         )
     if indexes:
-        return _indexed_files(path, indexes[0])
-    files = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
+        return _indexed_files(path, indexes[0], partial)
+    files = sorted(
+        p
+        for p in path.glob("*.safetensors")
+        if not p.name.startswith(".") and p.name not in MASK_FILES
+    )
     if files:
         _check_numbering(files)
         return files, None
@@ -183,7 +198,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     )
 
 
-def _indexed_files(path: Path, index: Path) -> tuple[list[Path], dict[str, str]]:
+def _indexed_files(path: Path, index: Path, partial: bool) -> tuple[list[Path], dict[str, str]]:
     weight_map = load_json(index).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -191,6 +206,7 @@ def _indexed_files(path: Path, index: Path) -> tuple[list[Path], dict[str, str]]
         or not all(isinstance(v, str) for v in weight_map.values())
     ):
         raise InputError(f"`{index}` has no `weight_map` from tensor names to file names")
+    weight_map = {t: n for t, n in weight_map.items() if n not in MASK_FILES}
     names = sorted(set(weight_map.values()))
     outside = [n for n in names if Path(n).name != n or n in ("", ".", "..")]
     if outside:
@@ -198,13 +214,13 @@ def _indexed_files(path: Path, index: Path) -> tuple[list[Path], dict[str, str]]
             f"`{index}` names files outside its directory", problems=[f"`{n}`" for n in outside]
         )
     absent = [n for n in names if not (path / n).is_file()]
-    if absent:
+    if absent and not partial:
         raise InputError(
             f"`{index.name}` names {len(absent)} of {len(names)} files that are absent",
             problems=[f"`{n}`" for n in absent],
             hint="download the checkpoint again",
         )
-    return [path / n for n in names], weight_map
+    return [path / n for n in names if n not in absent], weight_map
 
 
 def _check_numbering(files: list[Path]) -> None:
@@ -227,8 +243,12 @@ def _check_numbering(files: list[Path]) -> None:
             )
 
 
-def _read_header(file: Path) -> list[SourceTensor]:
-    """Read a safetensors header, checked by the library, with byte positions from the header."""
+def read_header(file: Path) -> list[SourceTensor]:
+    """Read a safetensors header, checked by the library, with byte positions from the header.
+
+    Raises:
+        InputError: The file is missing, damaged, truncated, or names tensors twice.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -84,11 +84,21 @@ def _group(
 @app.command(_DEFAULT)
 def convert_command(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Draft: config.json and safetensors.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Draft: a directory with config.json and safetensors, or a hub id "
+            "org/name[@revision].",
+        ),
     ],
     target: Annotated[
-        Path | None,
-        typer.Option("--target", "--target-model-dir", help="GGUF of the target.", metavar="GGUF"),
+        str | None,
+        typer.Option(
+            "--target",
+            "--target-model-dir",
+            help="Target: its GGUF, its Hugging Face directory, or a hub id.",
+            metavar="TARGET",
+        ),
     ] = None,
     outtype: Annotated[
         str,

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import open_checkpoint
-from .config import read_config
+from .config import DraftConfig, read_config
 from .console import Console
 from .errors import InputError
+from .hub import fetch_draft, fetch_shards, fetch_target
+from .keys import load_json
+from .mask_embedding import with_mask_embedding
 from .naming import Names, output_path
 from .plan import Plan, build_plan
 from .scan import scan
@@ -102,8 +105,10 @@ def convert(
     """Convert a DFlash or DFlash 2 checkpoint to a GGUF that llama.cpp loads.
 
     Args:
-        checkpoint: Directory with config.json and safetensors files.
-        target: GGUF of the target: gives the tokenizer, and is what the draft is checked against.
+        checkpoint: Directory with config.json and safetensors files, or a hub id
+            `org/name[@revision]`.
+        target: Target, which gives the tokenizer and is what the draft is checked against: its
+            GGUF, its Hugging Face directory, or a hub id.
         outfile: File, directory, or name with `{ftype}`; None names it by convention here.
         outtype: A name of llama-quantize's (`bf16`, `q8_0`, `q4_k_m`, ...; see
             `tensor_types.OUT_TYPES`), or `auto` for the type of the checkpoint.
@@ -123,26 +128,41 @@ def convert(
     """
     started = time.monotonic()
     console = console or Console(quiet=True)
-    checkpoint, outtype = Path(checkpoint), outtype.lower()
+    outtype = outtype.lower()
     if outtype != AUTO:
         out_type(outtype)  # before the work: a mistyped name is found at once
-    source = open_checkpoint(checkpoint)
     if target is None:
         raise InputError(
-            "no target given: the draft takes its tokenizer from the target's GGUF",
+            "no target given: the draft takes its tokenizer from the target",
             hint=f"`dflash-convert {checkpoint} --target TARGET.gguf`",
         )
-    model = read_target(target)
-    config = read_config(
-        source.config,
-        target_layers=model.layers,
-        mrope=model.mrope,
-        causal=causal,
-        ignore_keys=frozenset(ignore_keys),
-        name=str(checkpoint / "config.json"),
+    progress = console.show_progress
+    target_repo = fetch_target(target, progress=progress)
+    model = (
+        read_target(target_repo.path, name=target_repo.id) if target_repo else read_target(target)
     )
+
+    def read(directory: Path) -> DraftConfig:
+        return read_config(
+            load_json(directory / "config.json"),
+            target_layers=model.layers,
+            mrope=model.mrope,
+            causal=causal,
+            ignore_keys=frozenset(ignore_keys),
+            name=str(directory / "config.json"),
+        )
+
+    repo = fetch_draft(checkpoint, read, progress=progress)
+    source = open_checkpoint(repo.path if repo else checkpoint)
+    config = read(source.path)
+
+    def fetch(tensors: tuple[str, ...]) -> None:
+        if target_repo is not None:
+            fetch_shards(target_repo, tensors, progress=progress)
+
+    source, note = with_mask_embedding(source, config, model, fetch)
     plan = build_plan(source, config, model, outtype, strict, tensor_types)
-    names = Names(checkpoint, model)
+    names = Names(source.path, model, repo)
     path = output_path(None if outfile is None else Path(outfile), names, plan.out)
     check_output(path, force=force or dry_run)
     if path.exists() and any(path.samefile(p) for p in (model.path, *source.files)):
@@ -159,7 +179,7 @@ def convert(
             with console.progress("verifying", plan.nbytes) as ticker:
                 verify(plan, part, ticker, checksums, threads)
             size = part.stat().st_size
-    warnings = (*plan.warnings, *names.warnings)
+    warnings = (*plan.warnings, *names.warnings, *([note] if note else []))
     if model.file.truncated_tensors():
         warnings += (f"the target `{target}` is cut off: download it again before using it",)
     return ConvertResult(

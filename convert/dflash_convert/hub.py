@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from .checkpoint import MASK_FILES
 from .errors import FailureError, InputError, shorten
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _INDEX = ".safetensors.index.json"
 _DRAFT = ("config.json", "README.md", "generation_config.json")
-_MASKS = ("mask_embedding.pt", "mask_embedding.safetensors")
 _TARGET = (
     "config.json",
     "tokenizer.json",
@@ -69,14 +69,28 @@ def parse_id(reference: Path | str) -> tuple[str, str | None] | None:
     return f"{match[1]}/{match[2]}", match[3]
 
 
-def fetch_draft(reference: Path | str, *, progress: bool = True) -> HubModel | None:
+def fetch_draft(
+    reference: Path | str, check: Callable[[Path], object], *, progress: bool = True
+) -> HubModel | None:
     """Fetch a draft's config, model card and safetensors files; None if `reference` is a path.
+
+    Args:
+        check: Told the directory once the small files are there; an error spares the large ones.
 
     Raises:
         InputError: No such model or revision, no access, no safetensors.
         FailureError: The hub does not answer and the cache lacks files.
     """
-    return _fetch(reference, _draft_files, progress)
+
+    def wanted(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
+        folder = get("config.json").parent
+        for name in (*_DRAFT, *MASK_FILES):
+            if name in names:
+                get(name)
+        check(folder)
+        _draft_weights(names, get)
+
+    return _fetch(reference, wanted, progress)
 
 
 def fetch_target(reference: Path | str, *, progress: bool = True) -> HubModel | None:
@@ -115,41 +129,41 @@ def _fetch(
         return None
     model, revision = parsed
     with _explained(model, revision), _bars(progress):
-        commit, names = _list(model, revision)
+        names = _list(model, revision)
+        if "config.json" not in names:
+            _explain_missing(model, names)
         from huggingface_hub import hf_hub_download
+
+        # By the revision as given, so that the cache remembers its commit; the rest by that commit.
+        folder = Path(hf_hub_download(model, "config.json", revision=revision)).parent
+        commit = folder.name
 
         def get(name: str) -> Path:
             return Path(hf_hub_download(model, name, revision=commit))
 
-        if "config.json" not in names:
-            _explain_missing(model, names)
-        folder = get("config.json").parent
         choose(names, get)
     return HubModel(model, commit, folder, names)
 
 
-def _list(model: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return commit and file names, from the cache when the hub cannot be asked."""
+def _list(model: str, revision: str | None) -> tuple[str, ...]:
+    """Return the names of the model's files; of those in the cache when the hub cannot be asked."""
     from httpx import TransportError
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
         info = HfApi().model_info(model, revision=revision)
-        return str(info.sha), tuple(s.rfilename for s in info.siblings or ())
-    except (OfflineModeIsEnabled, TransportError) as exc:
-        try:
-            folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except LocalEntryNotFoundError:
-            raise exc from None
+    except (OfflineModeIsEnabled, TransportError):
+        config = try_to_load_from_cache(model, "config.json", revision=revision)
+        if not isinstance(config, str):
+            raise
+        folder = Path(config).parent
         names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-        return folder.name, tuple(sorted(names))
+        return tuple(sorted(names))
+    return tuple(s.rfilename for s in info.siblings or ())
 
 
-def _draft_files(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
-    for name in (*_DRAFT, *_MASKS):
-        if name in names:
-            get(name)
+def _draft_weights(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
     indexes = [n for n in names if n.endswith(_INDEX) and "/" not in n]
     weights: set[str] = set()
     for index in indexes:
@@ -174,7 +188,7 @@ def _target_files(names: tuple[str, ...], get: Callable[[str], Path]) -> None:
 
 
 def _weights(names: tuple[str, ...]) -> set[str]:
-    return {n for n in names if n.endswith(".safetensors") and "/" not in n and n not in _MASKS}
+    return {n for n in names if n.endswith(".safetensors") and "/" not in n and n not in MASK_FILES}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

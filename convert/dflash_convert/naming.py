@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .hub import HubModel
 from .plan import PlannedKey
 from .target import Target
 from .tensor_types import FileType
@@ -18,6 +19,7 @@ _TYPES = {"UINT32": "u32", "INT32": "i32", "FLOAT32": "f32", "BOOL": "bool", "ST
 _PYTHON: dict[str, type] = {"u32": int, "i32": int, "f32": float, "bool": bool, "str": str}
 
 SOURCE_KEY = "dflash_convert.source_sha256"
+REVISION_KEY = "dflash_convert.source_revision"
 
 
 class Names:
@@ -32,8 +34,10 @@ class Names:
         warnings: Sentences worth showing.
     """
 
-    def __init__(self, checkpoint: Path, target: Target):
+    def __init__(self, checkpoint: Path, target: Target, repo: HubModel | None = None):
         from gguf import Metadata, size_label
+
+        self._repo = repo
 
         self.warnings: list[str] = []
         directory = checkpoint.resolve()
@@ -44,12 +48,36 @@ class Names:
             self.metadata = Metadata.apply_metadata_heuristic(
                 Metadata(), None, None, directory, target.parameters
             )
+        if repo is not None:
+            self._name_after(repo, directory, target.parameters)
         if not isinstance(self.metadata.name, str) or not self.metadata.name:
             self.metadata.name = directory.name or "draft"
         if self.metadata.size_label is None and target.parameters:
             self.metadata.size_label = size_label(target.parameters, target.parameters, 0, 0)
         if not self.metadata.base_models:
             self.metadata.base_models = [_base_model(target)]
+
+    def _name_after(self, repo: HubModel, directory: Path, parameters: int) -> None:
+        """Redo the guesses: the directory in the cache is called after a commit."""
+        from dataclasses import fields
+
+        from gguf import Metadata
+        from huggingface_hub import constants
+
+        try:
+            card = Metadata.load_model_card(directory)
+        except Exception:  # reported above
+            card = {}
+        guessed = Metadata.apply_metadata_heuristic(
+            Metadata(), card, None, Path(repo.name), parameters
+        )
+        for entry in fields(Metadata):
+            if not entry.name.startswith("sampling_"):
+                setattr(self.metadata, entry.name, getattr(guessed, entry.name))
+        if self.metadata.organization is None:
+            self.metadata.organization = repo.id.partition("/")[0]
+        if self.metadata.repo_url is None:
+            self.metadata.repo_url = f"{constants.ENDPOINT}/{repo.id}"
 
     def file_name(self, out: FileType) -> str:
         """Return `dflash-<base>-<size>[-<finetune>][-<version>]-<ENCODING>.gguf`."""
@@ -95,6 +123,9 @@ class Names:
         keys.append(PlannedKey("general.quantization_version", "u32", GGML_QUANT_VERSION))
         keys.append(PlannedKey("dflash_convert.version", "str", __version__))
         keys.append(PlannedKey(SOURCE_KEY, "str", digest))
+        if self._repo is not None:
+            revision = f"{self._repo.id}@{self._repo.commit}"
+            keys.append(PlannedKey(REVISION_KEY, "str", revision))
         return keys
 
 

@@ -100,7 +100,9 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
             if tensor.name not in drop and tensor.name not in (tensors or {}):
                 writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         for new, data in (tensors or {}).items():
-            writer.add_tensor(new, data)
+            # Bytes are blocks of the one quantised type the tests use.
+            quantised = gguf.GGMLQuantizationType.Q8_0 if data.dtype == np.uint8 else None
+            writer.add_tensor(new, data, raw_dtype=quantised)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

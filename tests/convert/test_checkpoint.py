@@ -162,9 +162,6 @@ def test_file_cut_off_after_it_was_opened(small: Make) -> None:
 
 def test_directories_that_are_none(tmp_path: Path) -> None:
     assert "no checkpoint directory" in refused(tmp_path / "nothing")
-    with pytest.raises(InputError, match="no checkpoint directory") as caught:
-        open_checkpoint("org/name")
-    assert "hf download org/name" in str(caught.value.hint)
     gguf = tmp_path / "x.gguf"
     gguf.touch()
     assert "is a GGUF file, expected a checkpoint directory" in refused(gguf)
@@ -175,12 +172,6 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     assert "has no safetensors files" in refused(empty)
     (empty / "pytorch_model.bin").touch()
     assert "only pytorch_model.bin" in refused(empty)
-
-
-def test_separate_mask_embedding_is_refused(small: Make) -> None:
-    path = small()
-    (path / "mask_embedding.pt").touch()
-    assert "mask embedding" in refused(path)
 
 
 def outcome(path: Path) -> Checkpoint | InputError:
