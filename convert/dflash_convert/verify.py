@@ -137,7 +137,7 @@ class _Comparison:
         """Return a sentence for each kind of difference."""
         out = []
         if self.damaged:
-            out.append(f"`{tensor.name}`: {self.damaged} pieces are not as they were written")
+            out.append(f"`{tensor.name}` is not as it was written (pieces: {self.damaged})")
         if self.inexact:
             what = "groups of values" if tensor.out.quantized else "values"
             out.append(
