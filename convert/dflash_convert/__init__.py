@@ -3,6 +3,8 @@
 result = dflash_convert.convert("Qwen3.8-27B-DFlash2", "Qwen3.8-27B-Q4_K_M.gguf")
 reasons = dflash_convert.check_pair("target.gguf", "draft.gguf")
 data = dflash_convert.inspect("draft.gguf")
+data = dflash_convert.diff("a.gguf", "b.gguf")
+result = dflash_convert.upgrade("draft-of-a-fork.gguf", target="target.gguf")
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from .errors import DFlashError, FailureError, InputError
 
 if TYPE_CHECKING:
     from .conversion import ConvertResult
+    from .upgrading import UpgradeResult
 
 __all__ = [
     "DFlashError",
@@ -22,7 +25,9 @@ __all__ = [
     "__version__",
     "check_pair",
     "convert",
+    "diff",
     "inspect",
+    "upgrade",
 ]
 
 
@@ -70,3 +75,22 @@ def inspect(path: Path | str) -> dict[str, Any]:
     from .inspection import inspect_file
 
     return inspect_file(path)
+
+
+def diff(first: Path | str, second: Path | str) -> dict[str, Any]:
+    """Compare two GGUF files; see `dflash_convert.comparison.diff_files`."""
+    from .comparison import diff_files
+
+    return diff_files(first, second)
+
+
+def upgrade(
+    path: Path | str,
+    outfile: Path | str | None = None,
+    target: Path | str | None = None,
+    force: bool = False,
+) -> UpgradeResult:
+    """Rewrite a draft of a fork; see `dflash_convert.upgrading.upgrade`."""
+    from .upgrading import upgrade as run
+
+    return run(path, outfile, target, force)

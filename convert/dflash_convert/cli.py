@@ -43,7 +43,8 @@ def _check_mistyped(word: str, commands: list[str]) -> None:
 app = typer.Typer(
     name="dflash-convert",
     cls=_Commands,
-    help="Convert DFlash drafts to GGUF, look into GGUF files, check whether a pair fits. "
+    help="Convert DFlash drafts to GGUF, upgrade the files of forks, look into GGUF files and "
+    "compare them, check whether a pair fits. "
     "`dflash-convert DIR ...` is short for `dflash-convert convert DIR ...`.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -265,7 +266,9 @@ def _shown(key: dict[str, Any]) -> str:
 
 @app.command("check")
 def check_command(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="GGUF of the target.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Target: its GGUF or Hugging Face directory.")
+    ],
     draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="GGUF of the draft.")],
     json: Json = False,
     quiet: Quiet = False,
@@ -286,3 +289,102 @@ def check_command(
     for reason in reasons:
         console.text(f"  - {reason}")
     raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command("diff")
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A GGUF file.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another GGUF file.")],
+    json: Json = False,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Compare the keys and tensors of two GGUF files; exit 1 when they differ."""
+    console = Console(json=json, quiet=quiet, progress=not no_progress)
+    from .comparison import diff_files
+
+    data = diff_files(first, second, console)
+    console.json(data)
+    console.result("same" if data["same"] else "different")
+    keys, tensors = data["keys"], data["tensors"]
+    rows: list[tuple[object, ...]] = [(k["name"], _shown(k), None) for k in keys["only_a"]]
+    rows += [(k["name"], None, _shown(k)) for k in keys["only_b"]]
+    rows += [(k["name"], _shown(k["a"]), _shown_change(k)) for k in keys["different"]]
+    if rows:
+        console.table(("key", "A", "B"), rows)
+    shapes: list[tuple[object, ...]] = [
+        (t["name"], _shown_tensor(t), None, None, None) for t in tensors["only_a"]
+    ]
+    shapes += [(t["name"], None, _shown_tensor(t), None, None) for t in tensors["only_b"]]
+    shapes += [
+        (
+            t["name"],
+            _shown_tensor(t["a"]),
+            _shown_tensor(t["b"]),
+            None if t.get("changed") is None else f"{t['changed']:,}",
+            None if t.get("max_error") is None else f"{t['max_error']:.3g} of {t['max_value']:.3g}",
+        )
+        for t in tensors["different"]
+    ]
+    if shapes:
+        columns = ("tensor", "A", "B", "changed values", "largest error")
+        console.table(columns, shapes, right=("changed values",))
+    console.text(f"{keys['same']} keys and {tensors['same']} tensors are the same")
+    if not data["same"]:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _shown_change(key: dict[str, Any]) -> str:
+    text = _shown(key["b"])
+    if "differences" not in key:
+        return text
+    return f"{text} ({key['differences']} differences, the first at {key['first_difference']})"
+
+
+def _shown_tensor(tensor: dict[str, Any]) -> str:
+    return f"{tensor['type']} {' x '.join(map(str, tensor['shape']))}"
+
+
+@app.command("upgrade")
+def upgrade_command(
+    file: Annotated[Path, typer.Argument(metavar="OLD", help="GGUF of a draft, made by a fork.")],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TARGET",
+            help="Target, its GGUF or Hugging Face directory: for a draft without tokenizer, or "
+            "without the rope sections that a target with M-RoPE needs.",
+        ),
+    ] = None,
+    outfile: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--outfile", help="File or directory; without it OLD-upgraded.gguf, here."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Write a draft from before the names settled under the names that llama.cpp reads."""
+    console = Console(json=json, quiet=quiet, progress=not no_progress)
+    from .upgrading import upgrade
+
+    result = upgrade(file, outfile, target, force, console=console)
+    for warning in result.warnings:
+        console.warning(warning)
+    console.json(
+        {
+            "path": None if result.path is None else str(result.path),
+            "changes": list(result.changes),
+            "warnings": list(result.warnings),
+        }
+    )
+    for change in result.changes:
+        console.text(change)
+    if result.path is None:
+        console.text(f"{file} has today's names: nothing to upgrade, nothing written")
+    else:
+        console.text(f"wrote and verified {result.path}")
+    console.result(file if result.path is None else result.path)

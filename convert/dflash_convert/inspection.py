@@ -43,7 +43,7 @@ def inspect_file(path: Path | str) -> dict[str, Any]:
         "architecture": file.architecture,
         "kind": _kind(file),
         "parameters": sum(t.elements for t in file.tensors.values()),
-        "keys": [{"name": name, **_described(field)} for name, field in file.fields.items()],
+        "keys": [{"name": name, **describe_field(field)} for name, field in file.fields.items()],
         "tensors": tensors,
         "types": [{"type": name, **entry} for name, entry in types.items()],
         "truncated": file.truncated_tensors(),
@@ -64,7 +64,8 @@ def _kind(file: GgufFile) -> str:
     return "model" if kind == "model" else str(kind)
 
 
-def _described(field: Field) -> dict[str, Any]:
+def describe_field(field: Field) -> dict[str, Any]:
+    """Return `type` and `value` of a key, and `count` where a long value is shortened."""
     kind = field.type_name
     if field.type == ARRAY:
         items = field.value

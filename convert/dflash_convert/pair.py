@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
 from .gguf_file import STRING, GgufFile, read_gguf
-from .schema import ARCH, KEYS, MASK_TOKEN_KEY, layer_name, rules_for
+from .schema import (
+    ARCH,
+    FORK_ARCHITECTURE,
+    FORK_TENSORS,
+    KEYS,
+    MASK_TOKEN_KEY,
+    layer_name,
+    rules_for,
+)
 from .target import TOKENS_KEY, Target, read_target
 from .tensor_types import TENSOR_TYPES
 
@@ -33,14 +42,14 @@ class DraftFacts:
     """What of a draft has to fit its target.
 
     Attributes:
+        hidden, vocab: Width and number of tokens; None when the file does not tell.
         inputs: Layers whose *input* the draft reads, so layer id + 1 of the checkpoint.
-        vocab: Number of tokens.
         mask_token_id: None when missing.
         own_embedding, own_head: The draft brings its own.
     """
 
-    hidden: int
-    vocab: int
+    hidden: int | None
+    vocab: int | None
     inputs: tuple[int, ...]
     mask_token_id: int | None
     own_embedding: bool
@@ -50,9 +59,9 @@ class DraftFacts:
 def mismatches(draft: DraftFacts, target: Target) -> list[str]:
     """Return a sentence for each thing that keeps the two from working together."""
     reasons = []
-    if draft.vocab != target.vocab:
+    if draft.vocab not in (None, target.vocab):
         reasons.append(f"the draft has {draft.vocab} tokens, the target {target.vocab}")
-    if draft.hidden != target.hidden:
+    if draft.hidden not in (None, target.hidden):
         reasons.append(f"the draft's hidden size is {draft.hidden}, the target's {target.hidden}")
     if draft.mask_token_id is None:
         reasons.append("the draft names no mask token")
@@ -101,18 +110,13 @@ def pair_report(target: Path | str, draft: Path | str) -> tuple[list[str], list[
     """Like `check_pair`, with the warnings beside the reasons: worth knowing, not fatal."""
     target_file = read_target(target)
     file = read_gguf(draft)
-    reasons = _draft_problems(file)
-    if reasons:
-        return reasons, []
-    facts = DraftFacts(
-        hidden=file.get(f"{ARCH}.embedding_length"),
-        vocab=file.fields[TOKENS_KEY].count,
-        inputs=tuple(file.get(f"{ARCH}.target_layers")),
-        mask_token_id=file.get(MASK_TOKEN_KEY),
-        own_embedding="token_embd.weight" in file.tensors,
-        own_head="output.weight" in file.tensors or "token_embd.weight" in file.tensors,
-    )
-    reasons = mismatches(facts, target_file)
+    reasons = draft_problems(file)
+    if file.architecture != ARCH or any(_is_fork_name(t) for t in file.tensors):
+        return reasons, []  # nothing can be said about a file of another kind
+    facts = _facts(file)
+    if facts.mask_token_id is None and MASK_TOKEN_KEY in file.fields:
+        facts = replace(facts, mask_token_id=0)  # of the wrong type, which is among the reasons
+    reasons += mismatches(facts, target_file)
     warnings: list[str] = []
     if facts.vocab == target_file.vocab:
         different = _token_differences(file, target_file)
@@ -122,23 +126,40 @@ def pair_report(target: Path | str, draft: Path | str) -> tuple[list[str], list[
     if target_file.mrope and not file.get(f"{ARCH}.rope.dimension_sections"):
         warnings.append(
             "the target uses M-RoPE but the draft has no rope sections (an early conversion): it "
-            "will fail on images; convert it again"
+            "will fail on images; `dflash-convert upgrade` with `--target` adds them"
         )
     return reasons, warnings
 
 
-def _draft_problems(file: GgufFile) -> list[str]:
-    """What the loader would refuse or abort on in the draft alone."""
+def _facts(file: GgufFile) -> DraftFacts:
+    """What a draft's file says, as far as it does."""
+    tokens, inputs = file.fields.get(TOKENS_KEY), file.get(f"{ARCH}.target_layers")
+    usable = _has_type(inputs, "i32[]")
+    return DraftFacts(
+        hidden=file.integer(f"{ARCH}.embedding_length"),
+        vocab=tokens.count if tokens is not None and tokens.item_type == STRING else None,
+        inputs=tuple(inputs) if usable else (),
+        mask_token_id=file.integer(MASK_TOKEN_KEY),
+        own_embedding="token_embd.weight" in file.tensors,
+        own_head="output.weight" in file.tensors or "token_embd.weight" in file.tensors,
+    )
+
+
+def draft_problems(file: GgufFile) -> list[str]:
+    """Return what the loader would refuse or abort on in the draft alone; empty for nothing."""
     arch = file.architecture
-    if arch != ARCH:
-        if arch == "dflash-draft" or any(t.startswith("selector.") for t in file.tensors):
-            return [
-                f"`{file.path}` was made by a fork before the names settled (architecture "
-                f"`{arch}`): convert the checkpoint again"
-            ]
+    if arch not in (ARCH, FORK_ARCHITECTURE):
         return [f"`{file.path}` has architecture `{arch or '?'}`, expected a draft (`{ARCH}`)"]
+    if arch == FORK_ARCHITECTURE or any(_is_fork_name(t) for t in file.tensors):
+        return [
+            f"`{file.path}` was made by a fork before the names settled (architecture `{arch}`): "
+            f"run `dflash-convert upgrade {file.path}`, or convert the checkpoint again"
+        ]
+    if "markov_w1.weight" in file.tensors:
+        return [f"`{file.path}` is a DSpark draft, expected DFlash or DFlash 2"]
     reasons = []
-    version = 2 if "selector_hidden.weight" in file.tensors else 1
+    newer = "selector_hidden.weight" in file.tensors or f"{ARCH}.selector_rank" in file.fields
+    version = 2 if newer else 1
     needed = _LOADER_NEEDS + (_LOADER_NEEDS_V2 if version == 2 else ())
     types = {rule.key: rule.type for rule in KEYS}
     for name in needed:
@@ -156,6 +177,10 @@ def _draft_problems(file: GgufFile) -> list[str]:
     if reasons:
         return reasons
     return _tensor_problems(file, version, tokens.count if tokens else 0)
+
+
+def _is_fork_name(name: str) -> bool:
+    return name in FORK_TENSORS or bool(re.fullmatch(r"blk\.\d+\.(attn|ffn)_conv\..+", name))
 
 
 def _has_type(value: Any, kind: str) -> bool:
@@ -204,8 +229,10 @@ def _tensor_problems(file: GgufFile, version: int, vocab: int) -> list[str]:
             )
     if layers > 512:
         return [*reasons, f"the draft claims {layers} layers, llama.cpp reads at most 512"]
+    unread = dict.fromkeys(t for t in file.tensors if not _is_read_beside(t))
     for rule, layer in rules_for(version, layers):
         name = layer_name(rule.target, layer)
+        unread.pop(name, None)
         tensor = file.tensors.get(name)
         if tensor is None:
             if not rule.optional:
@@ -218,10 +245,17 @@ def _tensor_problems(file: GgufFile, version: int, vocab: int) -> list[str]:
             )
         if rule.kind in ("vector", "kernel") and tensor.type_id != _F32:
             reasons.append(f"the draft's `{name}` is {tensor.type_name}, expected F32")
+    reasons += [f"the draft has a tensor `{t}` that llama.cpp does not read" for t in unread]
     reasons += [
         f"the draft's `{t}` is cut off: download it again" for t in file.truncated_tensors()
     ]
     return reasons
+
+
+def _is_read_beside(name: str) -> bool:
+    """Whether the loader reads a tensor that no DFlash checkpoint has: factors, scales, norms."""
+    beside = (".scale", ".post_attention_norm.weight", ".post_ffw_norm.weight")
+    return name.endswith((*beside, ".layer_output_scale.weight")) or name == "rope_freqs.weight"
 
 
 def _token_differences(draft: GgufFile, target: Target) -> list[tuple[int, bytes, bytes]]:

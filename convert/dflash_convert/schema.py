@@ -183,6 +183,27 @@ TENSORS: tuple[TensorRule, ...] = (
     ),
 )
 
+# Names of tensors in the files of forks, from before they settled -> names of today.
+FORK_ARCHITECTURE = "dflash-draft"
+FORK_TENSORS = {
+    "dflash_fc.weight": "fc.weight",
+    "dflash.fc.weight": "fc.weight",
+    "dflash_hidden_norm.weight": "enc.output_norm.weight",
+    "dflash.hidden_norm.weight": "enc.output_norm.weight",
+    "selector.hidden_proj.weight": "selector_hidden.weight",
+    "selector.pred_codebook": "selector_predecessor.weight",
+    "selector.pred_codebook.weight": "selector_predecessor.weight",
+    "selector.succ_codebook": "selector_successor.weight",
+    "selector.succ_codebook.weight": "selector_successor.weight",
+}
+FORK_LAYER_TENSORS = {
+    "post_attention_norm.weight": "ffn_norm.weight",
+    "attn_conv.base": "attn_conv_base",
+    "attn_conv.proj.weight": "attn_conv_proj.weight",
+    "ffn_conv.base": "ffn_conv_base",
+    "ffn_conv.proj.weight": "ffn_conv_proj.weight",
+}
+
 # Present in some exports and of no use at run time.
 SKIPPED_SUFFIXES = ("rotary_emb.inv_freq",)
 SKIPPED_NAMES = frozenset({"t2d"})
