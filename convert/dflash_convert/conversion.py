@@ -113,7 +113,7 @@ def convert(
         outtype: A name of llama-quantize's (`bf16`, `q8_0`, `q4_k_m`, ...; see
             `tensor_types.OUT_TYPES`), or `auto` for the type of the checkpoint.
         force: Replace an existing file.
-        dry_run: Check everything, read every weight, write nothing.
+        dry_run: Check everything (the output's place, too), read every weight, write nothing.
         strict: Turn a type fallback, an ignored config key or a skipped tensor into an error.
         causal: Causality to write whatever the config says; None follows the config.
         ignore_keys: Unknown keys of `dflash_config` to accept.
@@ -164,7 +164,7 @@ def convert(
     plan = build_plan(source, config, model, outtype, strict, tensor_types)
     names = Names(source.path, model, repo)
     path = output_path(None if outfile is None else Path(outfile), names, plan.out)
-    check_output(path, force=force or dry_run)
+    check_output(path, force=force, nbytes=plan.nbytes)
     if path.exists() and any(path.samefile(p) for p in (model.path, *source.files)):
         raise InputError(f"`{path}` is an input of this conversion, expected another name")
 

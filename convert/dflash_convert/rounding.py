@@ -109,7 +109,8 @@ def moved_too_far(values: np.ndarray, decoded: np.ndarray, out: TensorType) -> n
     """
     import numpy as np
 
-    error = np.abs(decoded - values)
+    error = decoded - values
+    np.abs(error, out=error)
     magnitude = np.abs(values)
     if not out.quantized:
         return ~(error <= _float_rounding(magnitude, out))
@@ -117,7 +118,7 @@ def moved_too_far(values: np.ndarray, decoded: np.ndarray, out: TensorType) -> n
     size = r.sub_block or out.block
     error, magnitude = error.reshape(-1, size), magnitude.reshape(-1, size)
     largest = _row_max(magnitude)
-    in_block = largest.reshape(-1, out.block // size).max(axis=1)
+    in_block = _row_max(largest.reshape(-1, out.block // size))
     allowed = largest * np.float32(r.plain)
     # Half a unit of an f16 scale, doubled for the sums in float32.
     allowed += np.repeat(in_block * np.float32(r.scales + 2 * _F16_UNIT), out.block // size)
@@ -157,8 +158,11 @@ def _spread(
 
 
 def _row_max(rows: np.ndarray) -> np.ndarray:
-    """The largest element of each row of float32 that is not negative (a NaN is the largest)."""
+    """The largest element of each row; NaN if there is one. Rows have a power of two of elements."""
     import numpy as np
 
-    # Their bits are ordered like the values, and numpy is three times as fast with integers.
-    return rows.view(np.int32).max(axis=1).view(np.float32)
+    # Pairs of neighbours, again and again: several times as fast as `max` along short rows.
+    out, left = rows.reshape(-1), rows.shape[1]
+    while left > 1:
+        out, left = np.maximum(out[0::2], out[1::2]), left // 2
+    return out

@@ -57,9 +57,9 @@ def scan(plan: Plan, ticker: Ticker, threads: int | None = None) -> str:
     ]
     if problems:
         raise InputError(
-            f"weights out of range for {plan.out.name}",
+            "weights out of range for their type",
             problems=problems,
-            hint="use `--outtype bf16` or `--outtype f32`",
+            hint="write them as bf16 or f32 (`--outtype`, or `--tensor-type` for single ones)",
         )
     return whole.hexdigest()
 

@@ -41,12 +41,7 @@ def new_file(path: Path, *, force: bool, nbytes: int) -> Iterator[Path]:
         InputError: `path` exists or its directory does not.
         FailureError: Not enough space.
     """
-    check_output(path, force=force)
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes:
-        raise FailureError(
-            f"`{path.parent}` has {human_bytes(free)} free, the file needs {human_bytes(nbytes)}"
-        )
+    check_output(path, force=force, nbytes=nbytes)
     part = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
     try:
         yield part
@@ -55,11 +50,16 @@ def new_file(path: Path, *, force: bool, nbytes: int) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def check_output(path: Path, *, force: bool) -> None:
+def check_output(path: Path, *, force: bool, nbytes: int = 0) -> None:
     """Check that `path` can be written to.
+
+    Args:
+        force: Replace a file that exists.
+        nbytes: Space that is needed.
 
     Raises:
         InputError: It exists (unless `force`), is a directory, or has no directory to be in.
+        FailureError: Not enough space.
     """
     if path.is_dir():
         raise InputError(f"`{path}` is a directory, expected a file name")
@@ -67,6 +67,11 @@ def check_output(path: Path, *, force: bool) -> None:
         raise InputError(f"`{path}` exists", hint="add `--force` to replace it")
     if not path.parent.is_dir():
         raise InputError(f"no directory `{path.parent}` to write to", hint="create it first")
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        raise FailureError(
+            f"`{path.parent}` has {human_bytes(free)} free, the file needs {human_bytes(nbytes)}"
+        )
 
 
 def _publish(part: Path, path: Path, force: bool) -> None:

@@ -103,6 +103,23 @@ def test_f16_refuses_weights_out_of_range(small: Make, small_target: Path) -> No
     assert "`candidate_selector.successor_codebook` reaches" in message
     assert "f16 at most 65504" in message
     convert(checkpoint, small_target, outtype="bf16")
+    # The scales of q8_0 reach 127 times as far.
+    dflash_convert.convert(checkpoint, small_target, outtype="q8_0", dry_run=True)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("kind", "beyond", "limit"),
+    [("q8_0", 1e7, "8.31901e+06"), ("q4_1", 7e4, "65504"), ("nvfp4", 2e3, "1536")],
+)
+def test_block_types_refuse_weights_out_of_range(
+    make: Make, target: Path, kind: str, beyond: float, limit: str
+) -> None:
+    weights = np.zeros((288, 256), np.float32)
+    weights[3, 3] = beyond
+    checkpoint = make(layers=1, ffn=256, tensors={"layers.0.mlp.down_proj.weight": weights})
+    message = refused(checkpoint, target, outtype="bf16", tensor_types=[f"ffn_down={kind}"])
+    assert f"{kind} at most {limit}" in message
 
 
 @pytest.mark.parametrize(

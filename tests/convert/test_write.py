@@ -11,7 +11,7 @@ import pytest
 
 import dflash_convert
 from dflash_convert import conversion, verify, write
-from dflash_convert.errors import InputError
+from dflash_convert.errors import FailureError, InputError
 from dflash_convert.gguf_file import read_gguf
 
 Make = Callable[..., Path]
@@ -91,3 +91,17 @@ def test_dry_run_checks_and_writes_nothing(small: Make, small_target: Path, tmp_
     assert result.plan.nbytes == real.plan.nbytes
     assert result.source_sha256 == real.source_sha256
     assert real.size == real.path.stat().st_size
+    with pytest.raises(InputError, match="exists"):
+        dflash_convert.convert(checkpoint, small_target, tmp_path / "x.gguf", dry_run=True)
+
+
+def test_a_full_disk_is_known_before_the_work(
+    small: Make, small_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = write.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: usage)
+    checkpoint = small()
+    monkeypatch.setattr(conversion, "scan", lambda *rest: pytest.fail("began to read"))
+    for dry_run in (True, False):
+        with pytest.raises(FailureError, match="1000 B free, the file needs"):
+            dflash_convert.convert(checkpoint, small_target, tmp_path / "x.gguf", dry_run=dry_run)
