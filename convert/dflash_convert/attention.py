@@ -45,6 +45,9 @@ def read_window(
         size = keys.own("swa_window_size", int, size, low=1, high=_MAX_WINDOW)
         if size is None:
             keys.problems.append("`use_swa` is true, but there is no window size")
+        if keys.raw.get("layer_types") is None:
+            # Qwen3Config's rule for missing types does not apply to this exporter's windows.
+            types = (LAYER_TYPES[0],) * layers
         return size, (True,) * layers, types
     keys.own("swa_window_size", int, None)
     sliding = tuple(t == "sliding_attention" for t in types)

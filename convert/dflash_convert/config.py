@@ -168,6 +168,7 @@ def read_config(
     rope = read_rope(
         keys, head_dim=head_dim, max_positions=max_positions, mrope=mrope, warnings=warnings
     )
+    depth = keys.top("num_target_layers", int, None, low=1, high=_MAX_SIZE)
     fields = {
         "version": version,
         "hidden": hidden,
@@ -185,8 +186,8 @@ def read_config(
         "interleaved": not keys.top("rope_is_neox_style", bool, True),
         "block_size": block_size,
         **_additions(keys, version, hidden, vocab, block_size),
-        "target_layer_ids": _target_layer_ids(keys, layers, target_layers, warnings),
-        "num_target_layers": keys.top("num_target_layers", int, None, low=1),
+        "target_layer_ids": _target_layer_ids(keys, layers, depth or target_layers, warnings),
+        "num_target_layers": depth,
         "mask_token_id": _mask_token_id(keys, vocab),
         "window": window,
         "sliding": sliding,
@@ -293,11 +294,10 @@ def _activation(keys: KeyReader) -> str | None:
 
 
 def _target_layer_ids(
-    keys: KeyReader, layers: int, target_layers: int, warnings: list[str]
+    keys: KeyReader, layers: int, depth: int, warnings: list[str]
 ) -> tuple[int, ...]:
     ids = keys.own("target_layer_ids", list, None)
     if ids is None:
-        depth = keys.top("num_target_layers", int, None, low=1) or target_layers
         spread = default_target_layer_ids(depth, layers)
         warnings.append(f"no target_layer_ids: using the reference's default {list(spread)}")
         return spread

@@ -13,6 +13,7 @@ from .errors import InputError
 REQUIRED: Any = object()
 
 _NESTED = "dflash_config"
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # normal float32
 _WORDS = {
     bool: "true or false",
     int: "an integer",
@@ -106,6 +107,7 @@ class KeyReader:
             if default is REQUIRED:
                 self.problems.append(f"`{name}` is missing, expected {_WORDS[kind]}")
             return fallback
+        expected, found = _WORDS[kind], _found(value)
         # bool is an int for Python, and 1 a bool for nobody.
         right = (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) or (
             kind is float and type(value) is int
@@ -114,10 +116,12 @@ class KeyReader:
             try:
                 value = float(value)
             except OverflowError:
-                right = False
-            right = right and math.isfinite(value)
+                value = math.inf
+            # The GGUF stores 32 bits: beyond them a number becomes infinite or zero.
+            right = value == 0 or _SMALLEST <= abs(value) <= _LARGEST
+            expected = "a number that fits 32 bits" if math.isfinite(value) else expected
         if not right:
-            self.problems.append(f"`{name}` is {_found(value)}, expected {_WORDS[kind]}")
+            self.problems.append(f"`{name}` is {found}, expected {expected}")
             return fallback
         for wrong, text in (
             (low is not None and value < low, f"at least {low}"),

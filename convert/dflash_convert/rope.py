@@ -11,6 +11,7 @@ from .keys import REQUIRED, KeyReader
 if TYPE_CHECKING:
     import numpy as np
 
+_MAX_SIZE = 2**31 - 1
 _LEAKED = frozenset({"mrope_section", "mrope_interleaved"})
 _KNOWN = frozenset(
     {"rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "attention_factor"}
@@ -171,8 +172,8 @@ def _scaling(
     if kind == "linear":
         return {"scaling": "linear", "factor": factor}
     original = keys.inside(
-        where, table, "original_max_position_embeddings", int, None, low=1
-    ) or keys.top("original_max_position_embeddings", int, max_positions, low=1)
+        where, table, "original_max_position_embeddings", int, None, low=1, high=_MAX_SIZE
+    ) or keys.top("original_max_position_embeddings", int, max_positions, low=1, high=_MAX_SIZE)
     if kind == "llama3":
         low, high = (
             number("low_freq_factor", REQUIRED, above=0),
@@ -197,7 +198,7 @@ def _yarn(
     keys: KeyReader, where: str, table: dict[str, Any], factor: float, original: int, number: Any
 ) -> dict[str, Any]:
     attention = number("attention_factor", None, above=0)
-    mscale, mscale_all = number("mscale", None), number("mscale_all_dim", None)
+    mscale, mscale_all = (number(k, None, low=0) for k in ("mscale", "mscale_all_dim"))
     if keys.inside(where, table, "truncate", bool, True) is False:
         keys.problems.append(f"`{where}.truncate` is false, but llama.cpp always truncates")
     if factor is None:

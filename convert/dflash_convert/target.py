@@ -26,7 +26,7 @@ from .tokenizer import FAMILIES, read_tokenizer
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
 _MAX_SIZE = 2**31 - 1
-_MAX_VOCAB = 2**24  # a made-up size must not become that many unused tokens
+_MAX_VOCAB = 2**21  # a made-up size must not become that many unused tokens
 
 
 @dataclass(frozen=True)

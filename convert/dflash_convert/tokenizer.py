@@ -229,7 +229,8 @@ class _Files:
         extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens"))
         named = {f"{name}_token" for name in _NAMED}
         values = [settings.get(f"{name}_token") for name in _NAMED]
-        values += extra.values() if isinstance(extra, dict) else extra or []
+        if isinstance(extra, (dict, list)):
+            values += extra.values() if isinstance(extra, dict) else extra
         # Any other key of this form names a token too, but only as a plain text.
         values += [
             v
@@ -544,8 +545,10 @@ def _added_around(files: _Files, roles: dict[str, str]) -> dict[str, bool]:
 
 
 def _read_template(step: dict[str, Any], roles: dict[str, str], add: dict[str, bool]) -> None:
+    found = (step.get(name) for name in ("single", "pair"))
     single, pair = (
-        [p for p in step.get(name) or [] if isinstance(p, dict)] for name in ("single", "pair")
+        [p for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
+        for parts in found
     )
     first = last = None
     if len(single) > 1:
@@ -577,9 +580,10 @@ def _read_template(step: dict[str, Any], roles: dict[str, str], add: dict[str, b
             roles["sep"] = roles["eos"]
 
 
-def _special_id(part: dict[str, Any]) -> Any:
+def _special_id(part: dict[str, Any]) -> str | None:
     entry = part.get("SpecialToken")
-    return entry.get("id") if isinstance(entry, dict) else None
+    text = entry.get("id") if isinstance(entry, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _sequence(part: dict[str, Any]) -> Any:

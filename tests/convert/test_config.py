@@ -83,17 +83,15 @@ _CHOICES = list(
         ("missing", None, 64),  # sliding_window; None is written as null
         (None, True, False),  # use_sliding_window
         (None, True, False),  # is_causal
+        (None, False),  # use_swa
     )
 )
 
 
-@pytest.mark.parametrize(("types", "window", "use", "causal"), _CHOICES)
-def test_window_and_causality_are_the_references(
+def window_config(
     types: list[str] | None, window: int | str | None, use: bool | None, causal: bool | None
-) -> None:
-    reference = pytest.importorskip("dflash.model")
-    from transformers import Qwen3Config
-
+) -> dict[str, Any]:
+    """A config of three layers that says what is not None about windows and causality."""
     raw = draft_config(layers=3, target_layer_ids=(1, 2))
     changes = {
         "layer_types": types,
@@ -105,7 +103,24 @@ def test_window_and_causality_are_the_references(
     raw.pop("sliding_window", None)
     if window != "missing":
         raw["sliding_window"] = window
+    return raw
+
+
+@pytest.mark.parametrize(("types", "window", "use", "causal", "swa"), _CHOICES)
+def test_window_and_causality_are_the_references(
+    types: list[str] | None,
+    window: int | str | None,
+    use: bool | None,
+    causal: bool | None,
+    swa: bool | None,
+) -> None:
+    reference = pytest.importorskip("dflash.model")
+    from transformers import Qwen3Config
+
+    raw = window_config(types, window, use, causal)
     theirs = Qwen3Config(**raw)
+    if swa is not None:
+        raw["dflash_config"]["use_swa"] = swa
     layers = [reference.Qwen3DFlashAttention(theirs, i) for i in range(3)]
     flags = {layer.is_causal for layer in layers}
     if len(flags) > 1:
@@ -120,17 +135,51 @@ def test_window_and_causality_are_the_references(
     assert [ours.window if s else None for s in ours.sliding] == windows
 
 
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("types", [None, [FULL] * 3, [SLIDING] * 3])
+@pytest.mark.parametrize("use", [None, True, False])
+@pytest.mark.parametrize(
+    ("size", "window", "expected"),
+    [(77, "missing", 77), (77, 64, 77), (None, 64, 64), (None, "missing", 4096), (77, None, 77)],
+)
+@pytest.mark.parametrize(
+    ("causal", "own"), [(None, None), (None, True), (False, True), (True, None)]
+)
+def test_use_swa_is_another_exporters_way(
+    nested: bool,
+    types: list[str] | None,
+    use: bool | None,
+    size: int | None,
+    window: int | str | None,
+    expected: int,
+    causal: bool | None,
+    own: bool | None,
+) -> None:
+    """The reference does not know the key; every layer slides, as the base's converter has it.
+
+    Causality: `is_causal`, else `dflash_config.causal`, else by the layer types as ever.
+    """
+    raw = window_config(types, window, use, causal)
+    keys = {"use_swa": True, "swa_window_size": size, "causal": own}
+    where = raw["dflash_config"] if nested else raw
+    where |= {k: v for k, v in keys.items() if v is not None}
+    ours = read_config(raw, target_layers=8)
+    assert (ours.window, ours.sliding) == (expected, (True,) * 3)
+    stated = own if causal is None else causal
+    assert ours.causal is (stated if stated is not None else types == [SLIDING] * 3)
+
+
+def test_use_swa_without_any_size() -> None:
+    raw = window_config([FULL] * 3, None, None, False)
+    raw["dflash_config"]["use_swa"] = True
+    with pytest.raises(InputError, match="`use_swa` is true, but there is no window size"):
+        read_config(raw, target_layers=8)
+
+
 def test_window_without_use_sliding_window_warns() -> None:
     config = read(use_sliding_window=None)
     assert config.window is None
     assert "use_sliding_window is missing" in config.warnings[0]
-
-
-def test_use_swa_slides_every_layer() -> None:
-    config = read(nested(use_swa=True, swa_window_size=77), layer_types=None)
-    assert (config.window, config.sliding) == (77, (True,) * 5)
-    fallback = read(nested(use_swa=True), layer_types=None)
-    assert fallback.window == 64
 
 
 def test_nested_causal_counts_when_is_causal_is_missing() -> None:
@@ -217,6 +266,14 @@ def test_yarn_keeps_what_llama_cpp_computes_itself() -> None:
         ({"vocab_size": 250}, "mask_token_id is 298, expected 0 to 249"),
         ({"rms_norm_eps": 0}, "`rms_norm_eps` is 0.0, expected more than 0"),
         ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is NaN, expected a number"),
+        ({"rms_norm_eps": 1e-50}, "`rms_norm_eps` is 1e-50, expected a number that fits 32 bits"),
+        ({"num_target_layers": 10**2000}, "expected at most 2147483647"),
+        (rope(rope_theta=1e39), "is 1e+39, expected a number that fits 32 bits"),
+        (rope(rope_theta=10**400), "expected a number"),
+        (
+            rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=2**33),
+            "`rope_parameters.original_max_position_embeddings` is 8589934592, expected at most",
+        ),
         ({"hidden_act": "relu"}, "`hidden_act` is `relu`"),
         ({"attention_bias": True}, "reads no biases"),
         ({"is_causal": "no"}, '`is_causal` is "no", expected true or false'),
@@ -328,7 +385,7 @@ def outcome(config: dict[str, Any], mrope: bool) -> DraftConfig | InputError:
         return exc
 
 
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_mutated_configs_are_read_or_refused_with_sentences(data: st.DataObject) -> None:
     config = json.loads(json.dumps(draft_config()))
