@@ -186,9 +186,10 @@ def convert_command(
         console.text(f"skipped {name}: not used at run time")
     shared = " and ".join(result.shared) or "nothing"
     config = result.plan.config
+    types = ", ".join(f"{count} {name}" for name, count in result.plan.types.items())
     console.text(
         f"DFlash {config.version} draft, block {config.block_size}, "
-        f"{result.plan.parameters:,} weights, {result.outtype}; from the target: {shared}"
+        f"{result.plan.parameters:,} weights, {result.outtype} ({types}); from the target: {shared}"
     )
     verb = "would write" if dry_run else "wrote and verified"
     console.text(f"{verb} {result.path} ({human_bytes(result.size)}, {result.seconds:.1f} s)")

@@ -48,7 +48,7 @@ class ConvertResult:
 
     @property
     def outtype(self) -> str:
-        """The type that the matrices have."""
+        """The type of the file."""
         return self.plan.out.name
 
     @property
@@ -67,6 +67,7 @@ class ConvertResult:
             "seconds": round(self.seconds, 3),
             "dry_run": self.dry_run,
             "outtype": self.outtype,
+            "types": self.plan.types,
             "version": self.plan.config.version,
             "parameters": self.plan.parameters,
             "shared_with_target": list(self.shared),

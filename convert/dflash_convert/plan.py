@@ -6,6 +6,7 @@ listed at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,11 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def types(self) -> dict[str, int]:
+        """Number of tensors by type, the most frequent first."""
+        return dict(Counter(t.out.name for t in self.tensors).most_common())
 
     @property
     def source_nbytes(self) -> int:

@@ -158,7 +158,7 @@ def _spread(
 
 
 def _row_max(rows: np.ndarray) -> np.ndarray:
-    """The largest element of each row; NaN if there is one. Rows have a power of two of elements."""
+    """The largest element of each row (NaN if there is one); rows have 2**n elements."""
     import numpy as np
 
     # Pairs of neighbours, again and again: several times as fast as `max` along short rows.

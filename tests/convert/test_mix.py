@@ -346,3 +346,24 @@ def test_threads_do_not_change_the_file(
         for n in (1, 2, 7)
     }
     assert len(files) == 1
+
+
+def test_the_command_line_says_what_was_chosen(
+    run: Callable[..., Any], make: Make, targets: dict[int, Path], tmp_path: Path
+) -> None:
+    checkpoint = make(**WIDE)
+    options = ["--target", targets[256], "--outtype", "Q4_K_M", "--threads", "2"]
+    done = run(checkpoint, *options, "--tensor-type", "attn_q=q6_k", "--tensor-type", "ffn_up=q6_k")
+    assert done.returncode == 0, done.stderr
+    assert "weights, q4_k_m (8 f32, 6 q4_k, 4 q6_k, 3 q8_0); from the target" in done.stdout
+    (file,) = tmp_path.glob("dflash-*-Q4_K_M.gguf")
+    assert types_of(read_gguf(file))["blk.0.attn_q.weight"] == "q6_k"
+    for wrong, expected in (
+        (("--threads", "0"), "0 is not in the range x>=1"),
+        (("--tensor-type", "nothing=q8_0"), "a `--tensor-type` is without effect"),
+        (("--outtype", "iq1_s"), "`iq1_s` needs an importance matrix"),
+    ):
+        refused = run(checkpoint, *options[:2], *wrong)
+        assert refused.returncode == 2
+        assert expected in refused.stderr
+        assert "Traceback" not in refused.stderr
