@@ -1,0 +1,39 @@
+// Matrix products of few columns: what verifying a block of drafted tokens consists of.
+//
+// Each block of weights is read and unpacked once for all columns, and every result is computed in
+// one order of operations whatever the number of columns: a token's activations have the same bits
+// whether it is decoded alone, in a verification block or beside other slots' blocks.
+#pragma once
+
+#include "ggml.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct ggml_compute_params;
+
+// Columns of src1 up to which the product is taken over; larger batches are the base's.
+#define GGML_DFLASH_MUL_MAT_MAX_COLUMNS 64
+
+// Work buffer in bytes that the product needs; 0 where it is the base's.
+size_t ggml_dflash_mul_mat_work_size(const struct ggml_tensor * dst);
+
+// Computes dst = src0 x src1 (src0 rows as they lie in the file) with all threads of the pool.
+// Returns false, having done nothing, where the base has to: other types, shapes or batch sizes, an
+// instruction set without a kernel, or GGML_DFLASH_SMALL_BATCH=0 in the environment.
+bool ggml_dflash_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+
+// The same for Q4_0 weights that the base has interleaved by eight rows (block_q4_0x8).
+bool ggml_dflash_mul_mat_q4_0_x8(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+
+// Whether attention of a single query must go through all its keys in one piece, as it does for
+// several queries, instead of in one part per thread: where there are heads enough for the threads.
+bool ggml_dflash_whole_keys(int64_t n_heads, int n_threads);
+
+#ifdef __cplusplus
+}
+#endif

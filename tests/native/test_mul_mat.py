@@ -1,0 +1,142 @@
+"""Products of few columns: right, the same bits for every number of columns, and ours.
+
+`mul_mat.cpp` runs one product through ggml's CPU backend and measures it in double precision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SWITCH = "GGML_DFLASH_SMALL_BATCH"
+
+# Errors relative to sum |w x|. Float weights: a few roundings of 2^-24, spread over the lanes.
+# Quantised: each x is off by at most 1/254 of its block's largest value, which among 32 normal
+# numbers is about three times the mean size; more blocks average out.
+BOUND = {"f32": 1e-6, "f16": 1e-6, "bf16": 1e-6, "q8_0": 1.2e-2, "q4_0": 1.2e-2}
+TYPES = [*((name, "file") for name in BOUND), ("q4_0", "repack")]
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module")
+def program(lib_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    out = tmp_path_factory.mktemp("native") / "mul_mat"
+    command = [
+        compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror",
+        f"-I{ROOT / 'dflash_cpp' / 'include'}", Path(__file__).with_name("mul_mat.cpp"),
+        f"-L{lib_dir}", "-lggml", "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{lib_dir}",
+        f"-Wl,-rpath-link,{lib_dir}", "-o", out,
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return out
+
+
+def run(
+    program: Path,
+    kind: tuple[str, str],
+    k: int,
+    rows: int,
+    n: int,
+    *,
+    threads: int = 1,
+    seed: int = 1,
+    scale: float = 1.0,
+    switch: str | None = None,
+) -> list[dict[str, Any]]:
+    """One entry per number of columns 1..n."""
+    name, layout = kind
+    environment = {key: value for key, value in os.environ.items() if key != SWITCH}
+    if switch is not None:
+        environment[SWITCH] = switch
+    done = subprocess.run(
+        [program, name, *map(str, (k, rows, n, threads, seed, scale)), layout],
+        capture_output=True, text=True, timeout=300, check=True, env=environment,
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    if "skip" in result:
+        pytest.skip(result["skip"])
+    return result["columns"]
+
+
+@pytest.fixture(scope="module")
+def ours(program: Path) -> None:
+    """Skips where this CPU has no kernel: then the switch changes nothing."""
+    kind = ("q8_0", "file")
+    if run(program, kind, 64, 64, 1) == run(program, kind, 64, 64, 1, switch="0"):
+        pytest.skip("no kernel for this CPU (AVX-512 with VNNI, or AVX2 with FMA and F16C)")
+
+
+@pytest.mark.parametrize("kind", TYPES, ids="-".join)
+@pytest.mark.parametrize(
+    ("k", "rows"),
+    # the smallest, odd numbers of rows, many blocks, a whole head's width
+    [(32, 16), (64, 24), (96, 40), (576, 1000), (1536, 72), (5120, 32)],
+)
+def test_right_and_the_same_for_every_number_of_columns(
+    program: Path, kind: tuple[str, str], k: int, rows: int, ours: None
+) -> None:
+    for result in run(program, kind, k, rows, 18, threads=1 + rows % 3):
+        assert result["error"] < BOUND[kind[0]], result
+        assert result["different"] == 0, result
+
+
+@pytest.mark.parametrize("kind", TYPES, ids="-".join)
+@pytest.mark.parametrize("rows", [17, 23, 31, 33, 47])
+def test_rows_that_fill_no_tile(
+    program: Path, kind: tuple[str, str], rows: int, ours: None
+) -> None:
+    if kind[1] == "repack":
+        rows -= rows % 8  # the base interleaves eight
+    for result in run(program, kind, 64, rows, 3):
+        assert result["error"] < BOUND[kind[0]]
+        assert result["different"] == 0
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("k", [16, 17, 31, 33, 100, 577])
+def test_widths_that_fill_no_vector(program: Path, name: str, k: int, ours: None) -> None:
+    for result in run(program, (name, "file"), k, 19, 9):
+        assert result["error"] < BOUND[name]
+        assert result["different"] == 0
+
+
+@pytest.mark.parametrize("kind", TYPES, ids="-".join)
+@pytest.mark.parametrize("scale", [1e-4, 30.0])
+def test_scales(program: Path, kind: tuple[str, str], scale: float, ours: None) -> None:
+    # at 1e-4 the blocks' own scales are subnormal halves: a few bits are left of them
+    loose = 100 if scale < 1 and kind[0].startswith("q") else 1
+    base = run(program, kind, 256, 48, 5, scale=scale, switch="0")
+    for result, other in zip(run(program, kind, 256, 48, 5, scale=scale), base, strict=True):
+        assert result["error"] < max(BOUND[kind[0]] * loose, 1.01 * other["error"])
+        assert result["different"] == 0
+
+
+@pytest.mark.parametrize("kind", TYPES, ids="-".join)
+def test_threads_change_nothing(program: Path, kind: tuple[str, str], ours: None) -> None:
+    one = run(program, kind, 160, 200, 9)
+    assert all(run(program, kind, 160, 200, 9, threads=n) == one for n in (2, 3, 7))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids="-".join)
+def test_the_switch(program: Path, kind: tuple[str, str], ours: None) -> None:
+    """Off is the base's product: as right, with other roundings."""
+    on, off = (run(program, kind, 576, 96, 8, switch=value) for value in ("1", "0"))
+    assert max(r["error"] for r in on) < 1.5 * max(r["error"] for r in off) + 1e-7
+    assert on != off
+
+
+def test_beyond_the_limit_the_base_computes(program: Path, ours: None) -> None:
+    kind = ("q8_0", "file")
+    on, off = (run(program, kind, 64, 32, 66, switch=value) for value in ("1", "0"))
+    assert [r["n"] for r in on if r["digest"] == off[r["n"] - 1]["digest"]] == [65, 66]
