@@ -252,8 +252,11 @@ def read_header(file: Path) -> list[SourceTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(str(file), framework="np") as checked:
+        # Opened here first: the library takes every failure for a missing file.
+        with open(file, "rb") as stream, safe_open(str(file), framework="np") as checked:
             names = set(checked.keys())
+            (length,) = struct.unpack("<Q", stream.read(8))
+            text = stream.read(length)
     except FileNotFoundError:
         raise InputError(f"no file `{file}`") from None
     except (SafetensorError, ValueError) as exc:
@@ -261,9 +264,6 @@ def read_header(file: Path) -> list[SourceTensor]:
             f"`{file}` is a damaged or truncated safetensors file ({exc})",
             hint="download it again",
         ) from None
-    with open(file, "rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        text = stream.read(length)
     doubled: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def test_targets_of_another_shape(
         ({"dflash.selector_top_k": 6}, "needs at least k * (k + 1) = 42"),
         ({"dflash.conv_group_size": 7}, "is not a multiple of conv_group_size 7"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
+        ({"dflash.selector_rank": "8"}, "`dflash.selector_rank` has an unusable value"),
         ({"tokenizer.ggml.mask_token_id": None}, "names no mask token"),
         ({"tokenizer.ggml.mask_token_id": 300}, "the mask token is 300, but the target has 300"),
         ({"tokenizer.ggml.mask_token_id": "x"}, "unusable value"),
@@ -149,3 +150,38 @@ def test_draft_without_sections_for_an_mrope_target(
 def test_target_that_is_a_draft(draft: Path) -> None:
     with pytest.raises(InputError, match="is a draft"):
         dflash_convert.check_pair(draft, draft)
+
+
+def test_every_reason_is_listed(draft: Path, target: Path, edited: Make) -> None:
+    """A fault in the draft does not hide that it would not fit either."""
+    keys = {"dflash.block_count": None, "tokenizer.ggml.mask_token_id": 4000}
+    changed = edited(draft, "changed", keys=keys)
+    reasons = " ".join(dflash_convert.check_pair(target, changed))
+    for expected in (
+        "has no key `dflash.block_count`",
+        "the mask token is 4000, but the target has 300 tokens",
+        "the draft's hidden size is 32, the target's 288",
+    ):
+        assert expected in reasons
+
+
+def test_tensors_that_nothing_reads(draft: Path, small_target: Path, edited: Make) -> None:
+    more = {f"blk.0.{n}": np.zeros(3, np.float32) for n in ("gate.weight", "attn_q.scale")}
+    changed = edited(draft, "changed", tensors=more)
+    assert dflash_convert.check_pair(small_target, changed) == [
+        "the draft has a tensor `blk.0.gate.weight` that llama.cpp does not read"
+    ]
+
+
+def test_a_selector_without_its_tensors(draft: Path, small_target: Path, edited: Make) -> None:
+    """The keys tell the generation, too."""
+    drop = tuple(t for t in read_gguf(draft).tensors if t.startswith("selector_"))
+    reasons = dflash_convert.check_pair(small_target, edited(draft, "changed", drop=drop))
+    assert sorted(reasons) == sorted(f"the draft has no tensor `{name}`" for name in drop)
+    assert len(drop) == 3
+
+
+def test_dspark_is_named(draft: Path, small_target: Path, edited: Make) -> None:
+    changed = edited(draft, "dspark", tensors={"markov_w1.weight": np.zeros((3, 3), np.float32)})
+    (reason,) = dflash_convert.check_pair(small_target, changed)
+    assert "is a DSpark draft, expected DFlash or DFlash 2" in reason
