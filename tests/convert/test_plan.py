@@ -143,7 +143,7 @@ def test_targets_that_are_none(
     draft = convert(small("other"), small_target)
     assert "no target given" in refused(checkpoint, None)
     assert "is a draft (architecture `dflash`)" in refused(checkpoint, draft)
-    assert "is a directory" in refused(checkpoint, checkpoint)
+    assert "is a draft (DFlash2DraftModel)" in refused(checkpoint, checkpoint)
     assert "no GGUF file" in refused(checkpoint, tmp_path / "missing.gguf")
     for name, keys, expected in (
         ("adapter", {"general.type": "adapter"}, "is not a language model"),
