@@ -194,7 +194,8 @@ def convert_command(
     verb = "would write" if dry_run else "wrote and verified"
     console.text(f"{verb} {result.path} ({human_bytes(result.size)}, {result.seconds:.1f} s)")
     if not dry_run:
-        console.text(f"next: dflash-cpp run -m {target} -md {result.path}")
+        model = target if Path(str(target)).is_file() else "TARGET.gguf"
+        console.text(f"next: dflash-cpp run -m {model} -md {result.path}")
     console.result(result.path)
 
 

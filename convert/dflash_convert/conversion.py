@@ -138,7 +138,7 @@ def convert(
             hint=f"`dflash-convert {checkpoint} --target TARGET.gguf`",
         )
     progress = console.show_progress
-    target_repo = fetch_target(target, progress=progress)
+    target_repo = fetch_target(target)
     model = (
         read_target(target_repo.path, name=target_repo.id) if target_repo else read_target(target)
     )

@@ -88,18 +88,19 @@ def fetch_draft(
             if name in names:
                 get(name)
         check(folder)
-        _draft_weights(names, get)
+        with _bars(progress):
+            _draft_weights(names, get)
 
-    return _fetch(reference, wanted, progress)
+    return _fetch(reference, wanted)
 
 
-def fetch_target(reference: Path | str, *, progress: bool = True) -> HubModel | None:
+def fetch_target(reference: Path | str) -> HubModel | None:
     """Fetch a target's config and tokenizer; None if `reference` is a path.
 
     Raises:
         InputError, FailureError: As `fetch_draft`.
     """
-    return _fetch(reference, _target_files, progress)
+    return _fetch(reference, _target_files)
 
 
 def fetch_shards(model: HubModel, tensors: tuple[str, ...], *, progress: bool = True) -> None:
@@ -113,22 +114,23 @@ def fetch_shards(model: HubModel, tensors: tuple[str, ...], *, progress: bool = 
         indexes = [n for n in names if n.endswith(_INDEX)]
         table = _weight_map(get(indexes[0])) if indexes else {}
         shards = {table[t] for t in tensors if t in table} or _weights(names)
-        for name in sorted(shards):
-            get(name)
+        with _bars(progress):
+            for name in sorted(shards):
+                get(name)
 
-    _fetch(f"{model.id}@{model.commit}", wanted, progress)
+    _fetch(f"{model.id}@{model.commit}", wanted)
 
 
 def _fetch(
     reference: Path | str,
     choose: Callable[[tuple[str, ...], Callable[[str], Path]], None],
-    progress: bool,
 ) -> HubModel | None:
     parsed = parse_id(reference)
     if parsed is None:
         return None
     model, revision = parsed
-    with _explained(model, revision), _bars(progress):
+    # A bar for each of a dozen small files says nothing.
+    with _explained(model, revision), _bars(False):
         names = _list(model, revision)
         if "config.json" not in names:
             _explain_missing(model, names)
@@ -211,18 +213,20 @@ def _explain_missing(model: str, names: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _bars(progress: bool) -> Iterator[None]:
-    """Switch the library's bars off for the time being."""
-    from huggingface_hub import utils
+def _bars(shown: bool) -> Iterator[None]:
+    """Switch the library's bars on or off for the time being, unless the user has decided."""
+    from huggingface_hub import constants, utils
 
-    if progress or utils.are_progress_bars_disabled():
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
         yield
         return
-    utils.disable_progress_bars()
+    switches = (utils.enable_progress_bars, utils.disable_progress_bars)
+    before = utils.are_progress_bars_disabled()
+    switches[not shown]()
     try:
         yield
     finally:
-        utils.enable_progress_bars()
+        switches[before]()
 
 
 @contextmanager
