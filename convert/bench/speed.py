@@ -31,6 +31,9 @@ STOCK = ROOT / "tests" / "stock_convert.py"
 # What the base's converter writes itself; everything else takes llama-quantize.
 DIRECT = ("f32", "f16", "bf16", "q8_0")
 MAX_RATIO, MAX_MIB = 0.7, 1024
+NEEDED_BYTES = 10e9  # at scale 1: the checkpoint, the base's bf16 file and one of ours
+# Nothing is on the network for either of them; the base's tokenizer library might ask all the same.
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def run(*commands: list[str]) -> Run:
                 (os.POSIX_SPAWN_DUP2, log.fileno(), 1),
                 (os.POSIX_SPAWN_DUP2, log.fileno(), 2),
             ]
-            pid = os.posix_spawn(command[0], command, os.environ, file_actions=files)
+            pid = os.posix_spawn(command[0], command, ENVIRONMENT, file_actions=files)
             _, status, usage = os.wait4(pid, 0)
             seconds += time.monotonic() - started
             if status:
@@ -100,7 +103,7 @@ def main() -> None:
     parser.add_argument("--types", default="bf16,q8_0,q4_k_m", help="comma-separated")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; medians are shown")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of both programs")
-    parser.add_argument("--folder", type=Path, help="where to work (11 GB at scale 1); is emptied")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder (10 GB)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     for path in (TREE, QUANTIZE):
@@ -108,6 +111,10 @@ def main() -> None:
             sys.exit(f"error: no `{path.relative_to(ROOT)}`, run `make build stock` first")
 
     folder = Path(tempfile.mkdtemp(prefix="dflash-bench-", dir=options.folder))
+    needed = NEEDED_BYTES / options.scale**2
+    if shutil.disk_usage(folder).free < needed:
+        folder.rmdir()
+        sys.exit(f"error: `{folder.parent}` has no {needed / 1e9:.1f} GB free, see --folder")
     try:
         # In a process of its own: Linux counts the memory of the parent as a child's peak.
         generate = Path(__file__).with_name("generate.py")

@@ -132,6 +132,8 @@ def convert(
     outtype = outtype.lower()
     if outtype != AUTO:
         out_type(outtype)  # before the work: a mistyped name is found at once
+    if threads is not None and threads < 1:
+        raise InputError(f"{threads} threads, expected at least one")
     if target is None:
         raise InputError(
             "no target given: the draft takes its tokenizer from the target",

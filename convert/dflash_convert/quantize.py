@@ -5,6 +5,7 @@ f32, f16, bf16 and q8_0 need numpy and gguf only; every other type is made by gg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,12 @@ from .tensor_types import BUILT_IN, TensorType
 if TYPE_CHECKING:
     import numpy as np
 
-# Largest magnitude of each stored type, and of each written type where it is not that of f16, in
-# which blocks keep their scale or minimum. nvfp4 has e4m3 scales, which ggml rounds well up to 256;
-# a value is at most 6 of its scale.
-_STORED_LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38, "F16": 65504.0}
+# Largest magnitude of each type where it is not that of f16, in which blocks keep their scale or
+# minimum. nvfp4's scales are e4m3, rounded well by ggml up to 256; a value is at most 6 of them.
 _F16_LARGEST = 65504.0
 _LARGEST = {
-    "f32": 3.4028235e38,
-    "bf16": 3.3895314e38,
+    "f32": math.inf,
+    "bf16": (2 - 2.0**-7) * 2.0**127,
     "q8_0": _F16_LARGEST * 127,
     "mxfp4": 6.0 * 2.0**125,
     "nvfp4": 256.0 * 6,
@@ -32,11 +31,6 @@ _LARGEST = {
 def largest(out: TensorType) -> float:
     """Return the largest magnitude that may be written as `out`."""
     return _LARGEST.get(out.name, _F16_LARGEST)
-
-
-def may_exceed(dtype: str, out: TensorType) -> bool:
-    """Tell whether a value stored as `dtype` can be larger than `out` holds."""
-    return out.name != "i64" and _STORED_LARGEST[dtype] > largest(out)
 
 
 def to_f32(stored: np.ndarray, dtype: str) -> np.ndarray:
@@ -53,14 +47,24 @@ def to_f32(stored: np.ndarray, dtype: str) -> np.ndarray:
     return stored.astype(np.float32, copy=False)
 
 
-def not_finite(stored: np.ndarray, dtype: str) -> int:
-    """Count NaN and infinite values among stored ones (float types only)."""
+def extent(stored: np.ndarray, dtype: str) -> tuple[int, float]:
+    """Look at the magnitudes of stored values (float types only, not empty).
+
+    Returns:
+        How many are NaN or infinite, and the largest (infinite or NaN if there are such).
+    """
     import numpy as np
 
-    masks = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
-    bits, exponent = masks[dtype]
-    exponents = stored.view(bits) & exponent
-    return int(np.count_nonzero(exponents == exponent))
+    bits, infinity = {
+        "F32": (np.uint32, 0x7F800000),
+        "F16": (np.uint16, 0x7C00),
+        "BF16": (np.uint16, 0x7F80),
+    }[dtype]
+    # Without the sign the bits are ordered like the values, with infinity and NaN at the end.
+    magnitudes = stored.view(bits) & np.iinfo(bits).max // 2
+    top = magnitudes.max()
+    bad = int(np.count_nonzero(magnitudes >= infinity)) if top >= infinity else 0
+    return bad, float(to_f32(np.array([top], bits).view(stored.dtype), dtype)[0])
 
 
 def encode(stored: np.ndarray, dtype: str, out: TensorType, row: int) -> np.ndarray:

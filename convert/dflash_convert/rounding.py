@@ -14,7 +14,7 @@ two parts add up:
 where the mean is weighted. Scales are kept as f16: 2**-11 of the value, and where they are
 subnormal 2**-25 times the largest factor a scale is multiplied with.
 
-In the table, with A the largest magnitude of a sub-block and n the number of steps of its grid:
+In the table, with A the largest magnitude of a sub-block:
 
     q8_0            A/127 is a step: half of it
     q4_0, q5_0      A/8 (A/16) is a step, and the end opposite to the extreme is clipped by one

@@ -10,7 +10,7 @@ from .console import Ticker
 from .errors import InputError
 from .plan import Plan, PlannedTensor
 from .pool import PIECE, workers
-from .quantize import largest, may_exceed, not_finite, to_f32
+from .quantize import extent, largest
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,13 @@ def _source(tensor: PlannedTensor) -> SourceTensor:
 
 
 def _scan_tensor(tensor: PlannedTensor, ticker: Ticker) -> _Scanned:
-    import numpy as np
-
     source = _source(tensor)
     digest, bad, reached = hashlib.sha256(), 0, 0.0
-    ranged = source.dtype in FLOATS and may_exceed(source.dtype, tensor.out)
     for start, count in source.pieces(PIECE):
         stored = source.read(start, count)
         digest.update(memoryview(stored).cast("B"))  # type: ignore[arg-type]
         if source.dtype in FLOATS:
-            bad += not_finite(stored, source.dtype)
-            if ranged and not bad:
-                reached = max(reached, float(np.abs(to_f32(stored, source.dtype)).max()))
+            more, top = extent(stored, source.dtype)
+            bad, reached = bad + more, max(reached, top)
         ticker.advance(stored.nbytes)
     return _Scanned(tensor, digest.digest(), bad, reached)

@@ -346,6 +346,8 @@ def test_threads_do_not_change_the_file(
         for n in (1, 2, 7)
     }
     assert len(files) == 1
+    with pytest.raises(InputError, match="0 threads"):
+        dflash_convert.convert(checkpoint, targets[256], outtype=outtype, threads=0)
 
 
 def test_the_command_line_says_what_was_chosen(
