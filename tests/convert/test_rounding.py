@@ -75,6 +75,16 @@ def test_a_wrong_block_is_found(out: TensorType, fault: str) -> None:
     assert np.flatnonzero(blocks.any(axis=1)).tolist() == [start // out.block]
 
 
+def test_a_real_fault_is_found() -> None:
+    """ggml's iq3_s encoder does not step over a block of zeros: what follows lands in its place."""
+    out = TENSOR_TYPES["iq3_s"]
+    values = _weights()["normal"]
+    start = ROW * ROWS // 2
+    values[start : start + 32] = 0
+    blocks = moved_too_far(values, _written(values, out), out).reshape(-1, out.block // 32)
+    assert np.flatnonzero(blocks.any(axis=1)).tolist() == [start // out.block]
+
+
 @pytest.mark.parametrize("name", ["f16", "bf16", "f32"])
 def test_the_bound_of_floats_is_half_a_unit(name: str) -> None:
     out = TENSOR_TYPES[name]
