@@ -287,8 +287,8 @@ def _take_from(target: Target, fields: dict[str, Field], warnings: list[str]) ->
         changes.append(f"the tokenizer is that of `{target.path}`")
     head = _value(fields, "attention.key_length")
     if head is None:
-        heads = _value(fields, "attention.head_count")
-        head = _value(fields, "embedding_length") // heads if heads else 0
+        heads, width = (_value(fields, k) for k in ("attention.head_count", "embedding_length"))
+        head = width // heads if heads and width else None
     if target.mrope and head and not _value(fields, "rope.dimension_sections"):
         sections = [head // 2, 0, 0, 0]
         fields[f"{ARCH}.rope.dimension_sections"] = make_field("i32[]", sections)

@@ -186,7 +186,7 @@ _JUNK = st.none() | st.integers(-(2**65), 2**65) | st.text(max_size=5) | st.list
 
 
 @settings(
-    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_mutated_headers_are_read_or_refused(

@@ -7,9 +7,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from converted import gguf_tensors
 from fake_hub import COMMIT, FakeHub, fake_hub
 from hf_tokenizers import SHAPES, write_shape
+from tiny_checkpoint import write_safetensors
 
 from dflash_convert.gguf_file import read_gguf
 from dflash_convert.hub import parse_id
@@ -99,6 +102,40 @@ def test_a_cached_model_converts_offline(convert: Run, hub: FakeHub) -> None:
     again = convert(*args, "--force", env=offline)
     assert again.returncode == 0, again.stderr
     assert len(hub.requests) == seen
+    nobody = convert(*args, "--force", env={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert nobody.returncode == 0, nobody.stderr
+
+
+def test_of_a_targets_weights_only_what_a_mask_embedding_needs(
+    convert: Run, hub: FakeHub, tmp_path: Path
+) -> None:
+    vector = np.arange(288, dtype=np.float32) / 256
+    draft, target = (hub.models[i] for i in ("org/Draft-DFlash2", "org/Qwen3-0.1B"))
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    write_safetensors(draft / "mask_embedding.safetensors", {"mask_embedding": vector}, "f32")
+    table = np.random.default_rng(3).normal(size=(vocab, 288)).astype(np.float32)
+    shards = {
+        "model-1.safetensors": {"model.embed_tokens.weight": table},
+        "model-2.safetensors": {"lm_head.weight": table + 1},
+    }
+    for name, tensors in shards.items():
+        write_safetensors(target / name, tensors, "f32")
+    (target / "model-3.safetensors").write_bytes(b"never read")
+    names = {t: n for n, tensors in shards.items() for t in tensors}
+    names["model.norm.weight"] = "model-3.safetensors"
+    index = {"metadata": {}, "weight_map": names}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    (target / "model.safetensors").unlink()
+    args = ("org/Draft-DFlash2", "--target", "org/Qwen3-0.1B", "-o", "d.gguf", "--outtype", "f32")
+    result = convert(*args)
+    assert result.returncode == 0, result.stderr
+    fetched = [n for n in hub.fetched() if n.startswith("model-") and "of" not in n]
+    assert fetched == ["model-1.safetensors", "model-2.safetensors"]
+    written = gguf_tensors(tmp_path / "d.gguf")
+    table[1] = vector
+    assert np.array_equal(written["token_embd.weight"][1], table)
+    table[1] = written["output.weight"][1][1] - 1
+    assert np.allclose(written["output.weight"][1], table + 1)
 
 
 def test_a_hub_that_does_not_answer(convert: Run) -> None:

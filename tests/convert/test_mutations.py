@@ -6,6 +6,7 @@ that a change which refuses everything (or checks nothing) shows.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import resource
@@ -372,7 +373,7 @@ def _damage(rng: random.Random, document: Any) -> None:
         if rng.random() < 0.2:
             del document[key]
         else:
-            document[key] = rng.choice(VALUES)
+            document[key] = copy.deepcopy(rng.choice(VALUES))
         return
 
 
