@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import FLOATS, STORED, Checkpoint, SourceTensor
 from .config import DraftConfig
-from .errors import InputError
+from .errors import InputError, shorten
 from .gguf_file import Field
 from .mix import Draft, TypeRule, check_rules, choose, parse_rules
 from .pair import DraftFacts, mismatches
@@ -156,12 +156,7 @@ def build_plan(
         tensors.append(PlannedTensor("rope_freqs.weight", factors.shape, _F32, values=factors))
     require_routines({t.out for t in tensors})
     warnings = list(config.warnings)
-    fallbacks = [
-        f"`{t.name}` becomes {t.out.name}: its rows of {t.shape[-1]} do not divide into blocks of "
-        f"{t.fallback.block} ({t.fallback.name})"
-        for t in tensors
-        if t.fallback is not None
-    ]
+    fallbacks = _fallback_sentences(tensors)
     ignored = [f"config keys without effect: {', '.join(config.ignored)}"] if config.ignored else []
     if strict and (fallbacks or ignored or skipped):
         left_out = [f"tensor without effect: `{checkpoint.tensors[n].raw_name}`" for n in skipped]
@@ -306,6 +301,19 @@ def _planned(
         fallback = wanted if wanted is not written else None
         tensors.append(PlannedTensor(name, source.shape, written, source, None, head_dim, fallback))
     return tensors
+
+
+def _fallback_sentences(tensors: list[PlannedTensor]) -> list[str]:
+    """A sentence for each size of rows and type that had to give way."""
+    groups: dict[tuple[int, TensorType, TensorType], list[str]] = {}
+    for t in tensors:
+        if t.fallback is not None:
+            groups.setdefault((t.shape[-1], t.fallback, t.out), []).append(t.name)
+    return [
+        f"{out.name} instead of {wanted.name}, whose blocks of {wanted.block} do not divide rows "
+        f"of {row}: {', '.join(shorten((f'`{n}`' for n in names), 3))}"
+        for (row, wanted, out), names in groups.items()
+    ]
 
 
 def _absolute_ids(source: SourceTensor, vocab: int) -> np.ndarray:
