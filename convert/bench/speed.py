@@ -38,16 +38,17 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 @dataclass(frozen=True)
 class Run:
-    """Wall time in seconds and peak resident memory in MiB."""
+    """Wall and processor time in seconds, and peak resident memory in MiB."""
 
     seconds: float
+    cpu: float
     mib: float
 
 
 def run(*commands: list[str]) -> Run:
     """Run commands one after the other: total time and the largest memory of any."""
     os.sync()
-    seconds, mib = 0.0, 0.0
+    seconds, cpu, mib = 0.0, 0.0, 0.0
     for command in commands:
         with tempfile.TemporaryFile() as log:
             started = time.monotonic()
@@ -59,12 +60,13 @@ def run(*commands: list[str]) -> Run:
             pid = os.posix_spawn(command[0], command, ENVIRONMENT, file_actions=files)
             _, status, usage = os.wait4(pid, 0)
             seconds += time.monotonic() - started
+            cpu += usage.ru_utime + usage.ru_stime
             if status:
                 log.seek(0)
                 sys.exit(f"error: {' '.join(command)} failed\n{log.read()[-3000:].decode()}")
         # Linux counts in KiB, macOS in bytes.
         mib = max(mib, usage.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10))
-    return Run(seconds, mib)
+    return Run(seconds, cpu, mib)
 
 
 def measure(folder: Path, outtype: str, threads: int) -> tuple[Run, Run]:
@@ -88,8 +90,8 @@ def measure(folder: Path, outtype: str, threads: int) -> tuple[Run, Run]:
         for path in (out, middle):
             path.unlink(missing_ok=True)
         print(
-            f"  {outtype:8} {'ours' if job == [ours] else 'base':5} {results[-1].seconds:7.1f} s "
-            f"{results[-1].mib:7.0f} MiB, file {size / 1e9:.2f} GB",
+            f"  {outtype:8} {'ours' if job == [ours] else 'base'} {results[-1].seconds:7.1f} s, "
+            f"{results[-1].cpu:7.1f} s of CPU, {results[-1].mib:5.0f} MiB, {size / 1e9:.2f} GB",
             file=sys.stderr,
             flush=True,
         )
@@ -143,6 +145,8 @@ def _summary(runs: list[tuple[Run, Run]]) -> dict[str, float]:
         "base_seconds": statistics.median(r.seconds for r in base),
         # Pairs run next to each other, so their ratio is what noise disturbs least.
         "ratio": statistics.median(a.seconds / b.seconds for a, b in runs),
+        "ours_cpu_seconds": statistics.median(r.cpu for r in ours),
+        "base_cpu_seconds": statistics.median(r.cpu for r in base),
         "ours_mib": max(r.mib for r in ours),
         "base_mib": max(r.mib for r in base),
     }
