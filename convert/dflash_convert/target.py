@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .families import FAMILIES
 from .gguf_file import ARRAY, DEFAULT_ALIGNMENT, STRING, Field, GgufFile, make_field, read_gguf
 from .keys import KeyReader, load_json
 from .schema import (
@@ -21,7 +22,7 @@ from .schema import (
     NOT_A_MODEL_ARCHITECTURES,
     TAPPED_ARCHITECTURES,
 )
-from .tokenizer import FAMILIES, read_tokenizer
+from .tokenizer import read_tokenizer
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
 

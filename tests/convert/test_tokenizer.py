@@ -25,10 +25,10 @@ from hf_tokenizers import (
 )
 
 from dflash_convert.errors import InputError
+from dflash_convert.families import FAMILIES
 from dflash_convert.gguf_file import Field, read_gguf
 from dflash_convert.schema import TAPPED_ARCHITECTURES
 from dflash_convert.target import read_target
-from dflash_convert.tokenizer import FAMILIES
 
 Keys = dict[str, tuple[str, bytes]]
 
