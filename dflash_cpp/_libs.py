@@ -6,12 +6,14 @@ that is already loaded under the same soname, wherever it came from.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import DFlashLibraryError
@@ -74,32 +76,48 @@ def gguf_uint32(path: str | os.PathLike[str], key: str) -> int | None:
     The vocabulary of a draft has hundreds of thousands of strings: ggml skips them in
     milliseconds.
     """
-    load()
-    library = find_library("ggml-base")
-    if library is None:
-        return None
-    ggml = ctypes.CDLL(str(library))
-    ggml.gguf_init_from_file.restype = ctypes.c_void_p
-    ggml.gguf_init_from_file.argtypes = [ctypes.c_char_p, _GgufInit]
-    ggml.gguf_find_key.restype = ctypes.c_int64
-    ggml.gguf_find_key.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    ggml.gguf_get_kv_type.restype = ctypes.c_int
-    ggml.gguf_get_kv_type.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    ggml.gguf_get_val_u32.restype = ctypes.c_uint32
-    ggml.gguf_get_val_u32.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    ggml.gguf_free.restype = None
-    ggml.gguf_free.argtypes = [ctypes.c_void_p]
-
-    gguf = ggml.gguf_init_from_file(os.fsencode(path), _GgufInit(True, None))
-    if not gguf:
-        return None
-    try:
+    with _open_gguf(path) as (ggml, gguf):
+        if not gguf:
+            return None
         index = ggml.gguf_find_key(gguf, key.encode())
         if index < 0 or ggml.gguf_get_kv_type(gguf, index) != _GGUF_TYPE_UINT32:
             return None
         return int(ggml.gguf_get_val_u32(gguf, index))
+
+
+def gguf_tensor_types(path: str | os.PathLike[str]) -> set[int]:
+    """Read the ggml types of a GGUF file's tensors; empty if there is no such file."""
+    with _open_gguf(path) as (ggml, gguf):
+        count = ggml.gguf_get_n_tensors(gguf) if gguf else 0
+        return {int(ggml.gguf_get_tensor_type(gguf, i)) for i in range(count)}
+
+
+@contextlib.contextmanager
+def _open_gguf(path: str | os.PathLike[str]) -> Iterator[tuple[ctypes.CDLL, int | None]]:
+    """ggml's library, its prototypes set, and the handle of a file; None if it does not open."""
+    load()
+    library = find_library("ggml-base")
+    if library is None:
+        raise DFlashLibraryError("no libggml-base beside libllama", hint=_BUILD_HINT)
+    ggml = ctypes.CDLL(str(library))
+    handle, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+    for name, result, arguments in (
+        ("gguf_init_from_file", handle, [text, _GgufInit]),
+        ("gguf_find_key", number, [handle, text]),
+        ("gguf_get_kv_type", ctypes.c_int, [handle, number]),
+        ("gguf_get_val_u32", ctypes.c_uint32, [handle, number]),
+        ("gguf_get_n_tensors", number, [handle]),
+        ("gguf_get_tensor_type", ctypes.c_int, [handle, number]),
+        ("gguf_free", None, [handle]),
+    ):
+        function = getattr(ggml, name)
+        function.restype, function.argtypes = result, arguments
+    gguf = ggml.gguf_init_from_file(os.fsencode(path), _GgufInit(True, None))
+    try:
+        yield ggml, gguf
     finally:
-        ggml.gguf_free(gguf)
+        if gguf:
+            ggml.gguf_free(gguf)
 
 
 def _load(folder: Path) -> ctypes.CDLL:

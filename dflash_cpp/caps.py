@@ -19,6 +19,11 @@ DELTA_CAPS: dict[str, dict[str, float]] = {
 
 _DEFAULT_KV = "F16"
 
+# Types with kernels whose results do not depend on the number of rows in the batch, and the most
+# rows they take (GGML_DFLASH_MUL_MAT_MAX_COLUMNS).
+EXACT_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0"})
+EXACT_ROWS = 64
+
 
 @dataclass(frozen=True)
 class Cap:
@@ -46,10 +51,32 @@ def delta_cap(llm: DFlashLlama, override: float | None = None) -> Cap:
     name = weights if usual else f"{weights}, KV cache {'/'.join(sorted(cache))}"
     if override is not None:
         return Cap(override, backend, name, False)
+    if backend == "CPU" and is_exact(llm):
+        return Cap(0.0, backend, name, True)
     known = DELTA_CAPS.get(backend, {}).get(weights) if usual else None
     if known is not None:
         return Cap(known, backend, name, True)
     return Cap(max(DELTA_CAPS["CPU"].values()), backend, name, False)
+
+
+def is_exact(llm: DFlashLlama) -> bool:
+    """Tell whether scoring in blocks must give the same bits as scoring token by token.
+
+    It must on a CPU with our kernels for few rows, with flash attention, weights only of types in
+    `EXACT_TYPES`, and no more threads than attention heads (docs/parity.md).
+    """
+    from . import _libs
+    from .info import small_batch_kernels
+
+    params = llm.context_params
+    if params.flash_attn_type != 1 or not small_batch_kernels():
+        return False
+    if (llm.n_draft or 0) + 1 > EXACT_ROWS:
+        return False
+    heads = llm.metadata.get(f"{llm.metadata.get('general.architecture')}.attention.head_count", "")
+    if not heads.isdecimal() or max(params.n_threads, params.n_threads_batch) > int(heads):
+        return False
+    return {_ggml_type(t) for t in _libs.gguf_tensor_types(llm.model_path)} <= EXACT_TYPES
 
 
 def weight_type(metadata: Mapping[str, str]) -> str:

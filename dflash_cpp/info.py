@@ -75,6 +75,17 @@ def compute_backend(n_gpu_layers: int) -> str:
     return "CPU"
 
 
+def small_batch_kernels() -> bool:
+    """Tell whether the CPU's products of few columns are ours, as fast and exact as they promise.
+
+    False for a CPU without such kernels, and with `GGML_DFLASH_SMALL_BATCH=0`.
+    """
+    _libs.load()
+    import llama_cpp
+
+    return b"DFLASH_SMALL_BATCH = 1" in llama_cpp.llama_print_system_info()
+
+
 def build_info() -> dict[str, Any]:
     """Return what `dflash_build_info()` of the loaded library says."""
     lib = _libs.load()

@@ -345,6 +345,8 @@ def summary(report: ParityReport) -> list[str]:
     lines.append(f"{len(report.prompts)} prompts: {counts}")
     cap = report.cap
     origin = "" if cap.measured else " (not measured for this backend and type)"
-    if lines[:-1]:
+    if cap.value == 0:
+        lines.append("scoring in blocks is exact here, so no difference is excused as rounding")
+    elif lines[:-1]:
         lines.append(f"rounding cap for {cap.backend} {cap.type}: {cap.value:g}{origin}")
     return lines

@@ -52,6 +52,22 @@ def test_honest_pairs_are_identical(
     assert 0 < accepted < drafted
 
 
+def test_exact_targets_excuse_no_rounding(noisy_bigram: Callable[[str], Bigram]) -> None:
+    from dflash_cpp.caps import delta_cap
+    from dflash_cpp.info import small_batch_kernels
+    from dflash_cpp.parity import summary
+
+    if not small_batch_kernels():
+        pytest.skip("no kernels for few columns on this CPU")
+    pair = noisy_bigram("llama")
+    with open_pair(pair) as llm:
+        assert delta_cap(llm).value == 0
+        assert delta_cap(llm, 0.5).value == 0.5
+        assert "exact here" in summary(check(llm, 4))[-1]
+    with open_pair(pair, flash_attn=False) as llm:
+        assert delta_cap(llm).value > 0
+
+
 @pytest.mark.parametrize("arch", tiny.ARCHS)
 def test_a_draft_that_is_never_right_changes_nothing(
     random_pair: Callable[[str], tiny.Pair], arch: str

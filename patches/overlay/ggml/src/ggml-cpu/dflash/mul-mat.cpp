@@ -402,14 +402,6 @@ void tile_float(const char * w, size_t w_stride, const char * x, size_t x_stride
 
 // ---- products ------------------------------------------------------------------------------------
 
-bool enabled() {
-    static const bool on = [] {
-        const char * value = getenv("GGML_DFLASH_SMALL_BATCH");
-        return value == nullptr || strcmp(value, "0") != 0;
-    }();
-    return on;
-}
-
 bool quantized(ggml_type type) {
     return type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
 }
@@ -417,7 +409,7 @@ bool quantized(ggml_type type) {
 bool ours(const ggml_tensor * dst) {
     const ggml_tensor * w = dst->src[0];
     const ggml_tensor * x = dst->src[1];
-    if (!enabled() || dst->op != GGML_OP_MUL_MAT) {
+    if (!ggml_dflash_mul_mat_available() || dst->op != GGML_OP_MUL_MAT) {
         return false;
     }
     const ggml_type t = w->type;
@@ -512,6 +504,14 @@ template <class T> void product_float(const ggml_compute_params * params, ggml_t
 
 }  // namespace
 
+bool ggml_dflash_mul_mat_available() {
+    static const bool on = [] {
+        const char * value = getenv("GGML_DFLASH_SMALL_BATCH");
+        return value == nullptr || strcmp(value, "0") != 0;
+    }();
+    return on;
+}
+
 size_t ggml_dflash_mul_mat_work_size(const ggml_tensor * dst) {
     return ours(dst) && quantized(dst->src[0]->type) ? Columns::bytes(dst->src[1]->ne[0], dst->src[1]->ne[1]) : 0;
 }
@@ -547,11 +547,12 @@ bool ggml_dflash_mul_mat_q4_0_x8(const ggml_compute_params * params, ggml_tensor
 }
 
 bool ggml_dflash_whole_keys(int64_t n_heads, int n_threads) {
-    return enabled() && n_heads >= n_threads;
+    return ggml_dflash_mul_mat_available() && n_heads >= n_threads;
 }
 
 #else
 
+bool ggml_dflash_mul_mat_available() { return false; }
 size_t ggml_dflash_mul_mat_work_size(const ggml_tensor *) { return 0; }
 bool ggml_dflash_mul_mat(const ggml_compute_params *, ggml_tensor *) { return false; }
 bool ggml_dflash_mul_mat_q4_0_x8(const ggml_compute_params *, ggml_tensor *) { return false; }

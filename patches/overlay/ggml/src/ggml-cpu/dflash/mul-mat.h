@@ -19,12 +19,16 @@ struct ggml_compute_params;
 // Columns of src1 up to which the product is taken over; larger batches are the base's.
 #define GGML_DFLASH_MUL_MAT_MAX_COLUMNS 64
 
+// Whether there are kernels for this instruction set, and GGML_DFLASH_SMALL_BATCH is not 0. The CPU
+// backend lists it as its feature DFLASH_SMALL_BATCH.
+bool ggml_dflash_mul_mat_available(void);
+
 // Work buffer in bytes that the product needs; 0 where it is the base's.
 size_t ggml_dflash_mul_mat_work_size(const struct ggml_tensor * dst);
 
 // Computes dst = src0 x src1 (src0 rows as they lie in the file) with all threads of the pool.
-// Returns false, having done nothing, where the base has to: other types, shapes or batch sizes, an
-// instruction set without a kernel, or GGML_DFLASH_SMALL_BATCH=0 in the environment.
+// Returns false, having done nothing, where the base has to: not available, other types, shapes or
+// batch sizes.
 bool ggml_dflash_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * dst);
 
 // The same for Q4_0 weights that the base has interleaved by eight rows (block_q4_0x8).
