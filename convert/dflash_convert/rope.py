@@ -40,6 +40,7 @@ class Rope:
         sections: `[head_dim / 2, 0, 0, 0]` for a target with M-RoPE: the draft rotates by the
             token's index only.
         scaling: `linear` or `yarn`.
+        attention_scale: What llama.cpp's attention factor for yarn is to be multiplied by.
     """
 
     theta: float
@@ -49,6 +50,7 @@ class Rope:
     factor: float | None = None
     original_positions: int | None = None
     attention_factor: float | None = None
+    attention_scale: float | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
     llama3: Llama3 | None = None
@@ -203,17 +205,15 @@ def _yarn(
         keys.problems.append(f"`{where}.truncate` is false, but llama.cpp always truncates")
     if factor is None:
         return {}
-    # llama.cpp computes this itself and has no key that replaces it.
+    # llama.cpp computes this by itself and ignores yarn_attn_factor; a scale on top makes another
+    # factor of it.
     default = 1 + 0.1 * math.log(factor)
     wanted = attention
     if wanted is None and mscale and mscale_all:
         wanted = (1 + 0.1 * mscale * math.log(factor)) / (1 + 0.1 * mscale_all * math.log(factor))
-    if wanted is not None and not math.isclose(wanted, default, rel_tol=1e-5):
-        keys.problems.append(
-            f"`{where}` asks for a yarn attention factor of {wanted:g}, but llama.cpp applies "
-            f"{default:g} for factor {factor:g}"
-        )
+    usual = wanted is None or math.isclose(wanted, default, rel_tol=1e-5)
     return {
+        "attention_scale": None if usual or wanted is None else wanted / default,
         "scaling": "yarn",
         "factor": factor,
         "original_positions": original,

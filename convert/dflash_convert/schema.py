@@ -248,6 +248,7 @@ KEYS: tuple[KeyRule, ...] = (
     KeyRule("rope.scaling.type", "str", lambda c: c.rope.scaling),
     KeyRule("rope.scaling.factor", "f32", lambda c: c.rope.factor),
     KeyRule("rope.scaling.original_context_length", "u32", lambda c: c.rope.original_positions),
+    KeyRule("rope.scaling.attn_factor", "f32", lambda c: c.rope.attention_scale),
     KeyRule("rope.scaling.yarn_attn_factor", "f32", lambda c: c.rope.attention_factor),
     KeyRule("rope.scaling.yarn_beta_fast", "f32", lambda c: c.rope.beta_fast),
     KeyRule("rope.scaling.yarn_beta_slow", "f32", lambda c: c.rope.beta_slow),

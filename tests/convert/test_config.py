@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tiny_checkpoint import draft_config
 from dflash_convert.config import DraftConfig, default_target_layer_ids, read_config
 from dflash_convert.errors import InputError
 from dflash_convert.keys import load_json
-from dflash_convert.rope import llama3_factors
+from dflash_convert.rope import Rope, llama3_factors
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -239,14 +240,71 @@ def test_llama3_factors_are_those_of_transformers() -> None:
     assert ((factors > 1) & (factors < 8)).any()
 
 
-def test_yarn_keeps_what_llama_cpp_computes_itself() -> None:
-    yarn = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
-    config = read(**yarn).rope
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+_ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "yarn": YARN,
+    "yarn-betas": YARN | {"beta_fast": 64.0, "beta_slow": 2.0},
+    "yarn-factor": YARN | {"attention_factor": 1.5},
+    "yarn-default-factor": YARN | {"attention_factor": 1 + 0.1 * math.log(4.0)},
+    "yarn-mscale": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
+    "yarn-without-context": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e7])
+@pytest.mark.parametrize("name", _ROPES)
+def test_frequencies_are_the_references(name: str, theta: float) -> None:
+    """With the written keys llama.cpp turns by the reference's angles and scales by its factor."""
+    pytest.importorskip("dflash.model")
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    raw = draft_config() | {"rope_parameters": {"rope_theta": theta, **_ROPES[name]}}
+    theirs = Qwen3RotaryEmbedding(Qwen3Config(**json.loads(json.dumps(raw))))
+    ours = read_config(raw, target_layers=8).rope
+    frequencies, scale = llama_cpp_rope(ours, 64)
+    assert frequencies == pytest.approx(theirs.inv_freq.numpy(), rel=1e-5)
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
+
+
+def llama_cpp_rope(rope: Rope, size: int) -> tuple[np.ndarray, float]:
+    """What ggml's rope does with these keys: angle per position, and the factor on cos and sin."""
+    pair = np.arange(size // 2)
+    plain = rope.theta ** (-2 * pair / size)
+    if rope.llama3 is not None:
+        plain = plain / llama3_factors(rope.llama3, rope.theta, size)
+    factor = rope.factor or 1.0
+    if rope.scaling != "yarn":
+        return plain / factor, 1.0
+
+    def dimension(turns: float) -> float:
+        full = (rope.original_positions or 0) / (turns * 2 * math.pi)
+        return size * math.log(full) / (2 * math.log(rope.theta))
+
+    low = max(0, math.floor(dimension(rope.beta_fast or 32.0)))
+    high = min(size - 1, math.ceil(dimension(rope.beta_slow or 1.0)))
+    mix = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+    scale = (1 + 0.1 * math.log(factor)) * (rope.attention_scale or 1.0)
+    return plain / factor * (1 - mix) + plain * mix, scale
+
+
+def test_yarn_keys() -> None:
+    config = read(**rope(**YARN)).rope
     assert (config.scaling, config.factor, config.original_positions) == ("yarn", 4.0, 1024)
-    yarn["rope_parameters"]["attention_factor"] = 1.5
-    assert "attention factor of 1.5" in problems(**yarn)
-    yarn["rope_parameters"]["attention_factor"] = 1 + 0.1 * 1.3862943611198906
-    assert read(**yarn).rope.scaling == "yarn"
+    assert (config.attention_factor, config.attention_scale) == (None, None)
+    other = read(**rope(**YARN, attention_factor=1.5)).rope
+    assert other.attention_factor == 1.5
+    assert other.attention_scale == pytest.approx(1.5 / (1 + 0.1 * math.log(4.0)))
+    assert "llama.cpp always truncates" in problems(**rope(**YARN, truncate=False))
 
 
 # --- mistakes -----------------------------------------------------------------------------------

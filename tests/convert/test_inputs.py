@@ -56,6 +56,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "reduced-v1": {"version": 1, **_REDUCED},
     "default-ids": {"target_layer_ids": None, "n_target_layers": 8},
     "yarn": rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024),
+    "yarn-factor": rope(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=1024,
+        attention_factor=1.0,
+    ),
     "linear": rope(rope_type="linear", factor=2.0),
     "llama3": rope(**_LLAMA3, original_max_position_embeddings=1024),
     "partial": rope(partial_rotary_factor=0.5),

@@ -84,6 +84,7 @@ _ROPE = {
     "dflash.rope.scaling.type",
     "dflash.rope.scaling.factor",
     "dflash.rope.scaling.original_context_length",
+    "dflash.rope.scaling.attn_factor",
     "dflash.rope.scaling.yarn_attn_factor",
     "dflash.rope.scaling.yarn_beta_fast",
     "dflash.rope.scaling.yarn_beta_slow",
