@@ -361,7 +361,7 @@ def upgrade_command(
     outfile: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--outfile", help="File or directory; without it OLD-upgraded.gguf, here."
+            "-o", "--outfile", help="File or directory; without it dflash-OLD-upgraded.gguf, here."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,

@@ -170,7 +170,10 @@ def _fields(old: GgufFile, target: Target | None) -> tuple[dict[str, Field], lis
     for rest, rule in _OWN_RULES.items():
         if rest in own:
             changes += rule(old, own, fields, own.pop(rest))
-    fields |= {f"{ARCH}.{rest}": _retyped(old, rest, field) for rest, field in own.items()}
+    for rest, field in own.items():
+        new = fields[f"{ARCH}.{rest}"] = _retyped(old, rest, field)
+        if new.type_name != field.type_name:
+            changes.append(f"key `{ARCH}.{rest}` is {new.type_name}, not {field.type_name}")
     if target is not None:
         changes += _take_from(target, fields, warnings)
     if TOKENS_KEY not in fields:

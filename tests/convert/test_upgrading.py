@@ -185,6 +185,17 @@ def test_rope_sections_for_an_mrope_target(
     assert dflash_convert.diff(tmp_path / "up.gguf", tmp_path / "again.gguf")["same"]
 
 
+def test_numbers_get_the_types_that_the_loader_reads(
+    fresh: Callable[..., Path], tmp_path: Path
+) -> None:
+    new = fresh()
+    keys = {"dflash.block_count": 1, "dflash.attention.sliding_window": 16}  # written as i32
+    old = fork(new, tmp_path / "old.gguf", architecture=ARCH, names={}, keys=keys)
+    result = dflash_convert.upgrade(old, tmp_path / "new.gguf")
+    assert "key `dflash.block_count` is u32, not i32" in result.changes
+    assert dflash_convert.diff(new, tmp_path / "new.gguf")["same"]
+
+
 def test_kernels_and_norms_become_f32(fresh: Callable[..., Path], tmp_path: Path) -> None:
     new = fresh()
     halves = ("blk.0.attn_conv.base", "output_norm.weight")
