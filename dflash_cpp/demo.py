@@ -25,10 +25,11 @@ from .text import encode_prompt
 if TYPE_CHECKING:
     from .llama import DFlashLlama
 
-PLAIN, STOCK, OURS = "plain", "stock", "ours"
+STOCK_PLAIN, STOCK, PLAIN, OURS = "stock-plain", "stock", "plain", "ours"
 LANES = {
-    PLAIN: "plain",
+    STOCK_PLAIN: "stock, no draft",
     STOCK: "stock draft-dflash",
+    PLAIN: "DFlash toolkit, no draft",
     OURS: "DFlash toolkit",
 }
 
@@ -75,16 +76,24 @@ class TypeResult:
     lanes: dict[str, Lane] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def reference(self) -> Lane:
+        """What speeds are compared with: the unpatched build without a draft, if it is there."""
+        return self.lanes.get(STOCK_PLAIN, self.lanes[PLAIN])
+
+    def plain_of(self, lane: Lane) -> Lane:
+        """The same build without a draft: whose tokens a lane has to repeat."""
+        stock = lane.name in (STOCK_PLAIN, STOCK)
+        return self.reference if stock else self.lanes[PLAIN]
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         lanes = []
         for lane in self.lanes.values():
             entry = lane.to_json()
-            ratio = speed_ratio(lane, self.lanes[PLAIN])
-            same = same_tokens(lane, self.lanes[PLAIN])
-            entry["speed_ratio_to_plain"] = ratio and dict(
-                zip(("median", "min", "max"), ratio, strict=True)
-            )
+            ratio = speed_ratio(lane, self.reference)
+            same = same_tokens(lane, self.plain_of(lane))
+            entry["speed_ratio"] = ratio and dict(zip(("median", "min", "max"), ratio, strict=True))
             entry["prompts_with_the_tokens_of_plain"] = {"same": same[0], "of": same[1]}
             lanes.append(entry)
         return {
@@ -92,6 +101,7 @@ class TypeResult:
             "target": str(self.target),
             "draft": str(self.draft),
             "n_draft": self.n_draft,
+            "reference": self.reference.name,
             "server": lanes,
             "not_measured": self.missing,
             "python": {
@@ -247,17 +257,21 @@ def _start_lanes(
     common += ["-t", str(threads)]
     spec = ["-md", str(result.draft), "--spec-type", SPEC_TYPE]
     spec += ["--spec-draft-n-max", str(result.n_draft)]
-    lanes = [Lane(PLAIN, stack.enter_context(LlamaServer(common)))]
+    lanes = []
     stock = options.stock_server or _stock_server()
     if stock is None or not stock.exists():
         where = f"`{stock}` does not exist" if stock else "there is no checkout"
-        result.missing[STOCK] = f"{where}; `make stock` builds the unpatched llama-server"
+        why = f"{where}; `make stock` builds the unpatched llama-server"
+        result.missing |= {STOCK_PLAIN: why, STOCK: why}
     else:
-        try:
-            server = stack.enter_context(LlamaServer([*common, *spec], program=stock))
-            lanes.append(Lane(STOCK, server))
-        except FailureError as exc:
-            result.missing[STOCK] = str(exc)
+        for name, extra in ((STOCK_PLAIN, []), (STOCK, spec)):
+            try:
+                server = LlamaServer([*common, *extra], program=stock)
+            except FailureError as exc:
+                result.missing[name] = str(exc)
+            else:
+                lanes.append(Lane(name, stack.enter_context(server)))
+    lanes.append(Lane(PLAIN, stack.enter_context(LlamaServer(common))))
     lanes.append(Lane(OURS, stack.enter_context(LlamaServer([*common, *spec]))))
     return lanes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_convert.console import Console
 
-from .demo import LANES, PLAIN, DemoOptions, TypeResult, python_speed
+from .demo import LANES, DemoOptions, TypeResult, python_speed
 from .info import build_info
 from .machine import BUSY_SHARE
 from .measure import same_tokens, speed_ratio
@@ -58,21 +58,21 @@ def _show_speed(results: Sequence[TypeResult], console: Console) -> None:
             if name not in result.lanes:
                 rows.append([result.type, words, "not measured", "", "", "", ""])
                 continue
-            lane, plain = result.lanes[name], result.lanes[PLAIN]
+            lane = result.lanes[name]
             length = lane.mean_accepted_length
             row = [result.type, words, _number(lane.tokens_per_second)]
-            if name == PLAIN:
+            if lane is result.reference:
                 rows.append([*row, "1.00", "", "", ""])
                 continue
-            ratio = speed_ratio(lane, plain)
-            same, total = same_tokens(lane, plain)
+            ratio = speed_ratio(lane, result.reference)
+            same, total = same_tokens(lane, result.plain_of(lane))
             rows.append(
                 [
                     *row,
                     "" if ratio is None else f"{ratio[0]:.2f}",
                     "" if ratio is None else f"{ratio[1]:.2f} to {ratio[2]:.2f}",
                     "" if length is None else f"{length:.2f}",
-                    f"{same} of {total}",
+                    "" if lane is result.plain_of(lane) else f"{same} of {total}",
                 ]
             )
     numbers = ["tokens/s", "ratio", "smallest to largest", "accepted length", "same text"]

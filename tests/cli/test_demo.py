@@ -130,6 +130,7 @@ def test_the_whole_demo(
     (result,) = document["results"]
     # nothing is claimed of a build that was not there
     assert [lane["name"] for lane in result["server"]] == ["plain", "ours"]
+    assert result["not_measured"].keys() == {"stock-plain", "stock"}
     assert "no-stock` does not exist" in result["not_measured"]["stock"]
     plain, ours = result["server"]
     assert ours["prompts_with_the_tokens_of_plain"] == {"same": 2, "of": 2}
