@@ -139,6 +139,8 @@ def test_a_tokenizer_from_a_directory_loads(lib_dir: Path, tmp_path: Path, shape
     result = dflash_convert.convert(checkpoint, tmp_path / "target", tmp_path / "d.gguf")
     assert load(lib_dir, [result.path]) == [str(result.plan.parameters)]
     assert dflash_convert.check_pair(tmp_path / "target", result.path) == []
+    sections = read_gguf(result.path).get("dflash.rope.dimension_sections")
+    assert sections == ([32, 0, 0, 0] if shape == "qwen35" else None)
 
 
 @pytest.mark.parametrize("shape", ["glm4", "glm4-moe"])
