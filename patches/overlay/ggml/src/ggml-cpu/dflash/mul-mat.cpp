@@ -454,13 +454,21 @@ Columns quantize_columns(const ggml_compute_params * params, const ggml_tensor *
     return out;
 }
 
-// Calls f(number of columns as a type, first column) for all `n` columns in tiles of at most MAX.
-template <int MAX, class F> void for_tiles(int n, const F & f, int c = 0) {
-    for (; n - c >= MAX; c += MAX) {
-        f(std::integral_constant<int, MAX>{}, c);
+// Calls f with `width` (1 to MAX) as a type.
+template <int MAX, class F> void with_width(int width, const F & f) {
+    if (width == MAX) {
+        f(std::integral_constant<int, MAX>{});
+    } else if constexpr (MAX > 1) {
+        with_width<MAX - 1>(width, f);
     }
-    if constexpr (MAX > 1) {
-        for_tiles<MAX - 1>(n, f, c);
+}
+
+// Calls f(width as a type, first column) for all n columns in as few and as equal tiles as MAX allows.
+template <int MAX, class F> void for_tiles(int n, const F & f) {
+    for (int left = (n + MAX - 1) / MAX, c = 0; left > 0; left--) {
+        const int width = (n - c + left - 1) / left;
+        with_width<MAX>(width, [&](auto w) { f(w, c); });
+        c += width;
     }
 }
 
