@@ -55,13 +55,13 @@ def extent(stored: np.ndarray, dtype: str) -> tuple[int, float]:
     """
     import numpy as np
 
-    bits, infinity = {
-        "F32": (np.uint32, 0x7F800000),
-        "F16": (np.uint16, 0x7C00),
-        "BF16": (np.uint16, 0x7F80),
+    bits, positive, infinity = {
+        "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
+        "F16": ("<u2", 0x7FFF, 0x7C00),
+        "BF16": ("<u2", 0x7FFF, 0x7F80),
     }[dtype]
     # Without the sign the bits are ordered like the values, with infinity and NaN at the end.
-    magnitudes = stored.view(bits) & np.iinfo(bits).max // 2
+    magnitudes = stored.view(bits) & positive
     top = magnitudes.max()
     bad = int(np.count_nonzero(magnitudes >= infinity)) if top >= infinity else 0
     return bad, float(to_f32(np.array([top], bits).view(stored.dtype), dtype)[0])
