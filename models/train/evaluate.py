@@ -123,9 +123,15 @@ def expected_rounds(agree: Tensor, left: Tensor) -> tuple[float, float]:
 
 @torch.inference_mode()
 def evaluate(
-    draft: Draft, target: Target, shard: Path, sampled: bool, length: int, bf16: bool
+    draft: Draft,
+    target: Target,
+    shard: Path,
+    sampled: bool,
+    length: int,
+    bf16: bool,
+    every: int = 1,
 ) -> dict:
-    """Totals by class (and "all"): rounds, tokens, and hits by position."""
+    """Totals by class (and "all") over each `every`-th answer: rounds, tokens, hits by position."""
     meta = safe_open(shard, "pt").metadata()
     classes, origins = json.loads(meta["classes"]), json.loads(meta["origins"])
     data = load_file(shard)
@@ -144,7 +150,7 @@ def evaluate(
     for i, prompt in enumerate(prompts):
         part = slice(starts[i], starts[i + 1])
         ids, features = data["ids"][part].long(), data["features"][part]
-        if len(ids) - prompt < 2:
+        if i % every or len(ids) - prompt < 2:
             continue
         anchors, hidden, logits = blocks(draft, target, features, ids, prompt, length, bf16)
         left = len(ids) - 1 - anchors
@@ -222,6 +228,7 @@ def main() -> int:
     source.add_argument("--run", type=Path, help="run folder of train.py")
     p.add_argument("--length", type=int, default=7, help="drafted tokens per round")
     p.add_argument("--limit", choices=("greedy", "sampled", "both"), default="both")
+    p.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th answer")
     p.add_argument("--bf16", action="store_true", help="faster, slightly different numbers")
     p.add_argument("--threads", type=int, default=2)
     args = p.parse_args()
@@ -239,7 +246,15 @@ def main() -> int:
                     p.error(f"{shard} is missing; run data.py heldout and features.py first")
                 print(
                     report(
-                        evaluate(draft, target, shard, name == "sampled", args.length, args.bf16),
+                        evaluate(
+                            draft,
+                            target,
+                            shard,
+                            name == "sampled",
+                            args.length,
+                            args.bf16,
+                            args.every,
+                        ),
                         title,
                     ),
                     flush=True,

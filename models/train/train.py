@@ -232,6 +232,8 @@ def run(args: argparse.Namespace) -> None:
         rms = probe.pow(2).mean(-1).sqrt().median(0).values
         n = config.n_target_layers
         init_from_target(draft, target, tuple(range(n - 1 - args.layers, n - 1)), rms)
+    if args.compile:
+        draft.forward = torch.compile(draft.forward, dynamic=True)
     config.save(args.out / "config.json")
     with (args.out / "commands.txt").open("a") as f:
         f.write(f"{time.strftime('%Y-%m-%d')} train.py {' '.join(sys.argv[1:])}\n")
@@ -313,6 +315,7 @@ def main() -> int:
     p.add_argument("--rank", type=int, default=32)
     p.add_argument("--no-conv", action="store_true", help="ablation")
     p.add_argument("--no-selector", action="store_true", help="ablation")
+    p.add_argument("--compile", action="store_true", help="torch.compile: minutes at first")
     p.add_argument("--profile", action="store_true", help="show where a step's time goes, stop")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--seed", type=int, default=1)
