@@ -1,12 +1,17 @@
 """Greedy speculative decoding with our build through the C API, with everything traced.
 
-Uses the same jobs as `stock_pair`, so that results can be compared round by round.
+Uses the same jobs as `stock_pair`, so that results can be compared round by round. As a program:
+
+    python our_pair.py job.json result.npz
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,3 +137,29 @@ class OurPair(NativeTarget):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def run(job: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The job with our build, in the form of `stock_pair.run`."""
+    rounds = []
+    with OurPair(job) as ours:
+        tokens = [ours.prompt(job["prompt"])]
+        while len(tokens) < job["n_predict"]:
+            tokens += ours.step(tokens[-1])
+            trace = ours.trace()
+            rounds.append(
+                {
+                    "anchor": trace.anchor,
+                    "pos": trace.pos,
+                    "draft": trace.draft,
+                    "accepted": trace.accepted,
+                    "ids": trace.candidates,
+                    "lattice": trace.lattice,
+                }
+            )
+    stacked = {key: np.array([r[key] for r in rounds]) for key in rounds[0]}
+    return {"tokens": np.array(tokens[: job["n_predict"]]), **stacked}
+
+
+if __name__ == "__main__":
+    np.savez(sys.argv[2], **run(json.loads(Path(sys.argv[1]).read_text())))
