@@ -108,3 +108,28 @@ def test_an_unknown_rule_is_refused(bigram: Callable[..., Bigram], start: Any) -
     pair = bigram("llama")
     with pytest.raises(DFlashError, match="spec-draft-verify"):
         start(pair.target, pair.draft, "--spec-draft-verify", "maybe")
+
+
+def test_metrics_count_rounds_by_rule_and_length(bigram: Callable[..., Bigram], start: Any) -> None:
+    pair = bigram("llama")
+    server = start(pair.target, pair.draft, *N_MAX)
+    name = "spec_decode_accepted_length"
+    assert not any(key.startswith(name) for key in start(pair.target, None).metrics())
+
+    def grown(before: dict[str, float]) -> dict[str, float]:
+        return {key: value - before.get(key, 0.0) for key, value in server.metrics().items()}
+
+    for options, rule in (
+        ({}, "match"),  # greedy
+        ({"temperature": 1.0, "seed": 5}, "reject"),
+    ):
+        before = server.metrics()
+        timings = complete(server, **options)["timings"]
+        after = grown(before)
+        rounds, accepted = timings["draft_n_rounds"], timings["draft_n_accepted_per_pos"]
+        assert after[f'spec_decode_rounds_total{{rule="{rule}"}}'] == rounds > 0
+        assert sum(v for k, v in after.items() if k.startswith("spec_decode_rounds")) == rounds
+        buckets = [after[f'{name}_bucket{{le="{i + 1}"}}'] for i in range(len(accepted))]
+        assert buckets == [rounds - n for n in accepted]
+        assert after[f'{name}_bucket{{le="+Inf"}}'] == after[f"{name}_count"] == rounds
+        assert after[f"{name}_sum"] == rounds + timings["draft_n_accepted"]

@@ -50,6 +50,46 @@ struct dflash_request_stats {
     }
 };
 
+// counters of all requests since the server started, for /metrics
+struct dflash_metrics {
+    uint64_t n_rounds        = 0;
+    uint64_t n_rounds_reject = 0;
+
+    uint64_t n_drafted_per_pos [dflash_request_stats::N_POS] = {};
+    uint64_t n_accepted_per_pos[dflash_request_stats::N_POS] = {};
+
+    void add(const dflash_request_stats & request) {
+        n_rounds        += request.n_rounds;
+        n_rounds_reject += request.n_rounds_reject;
+        for (size_t i = 0; i < dflash_request_stats::N_POS; ++i) {
+            n_drafted_per_pos [i] += request.n_drafted_per_pos [i];
+            n_accepted_per_pos[i] += request.n_accepted_per_pos[i];
+        }
+    }
+
+    // Prometheus text: rounds by rule, and how many tokens a round gave (its accepted drafts and the target's own)
+    template <typename Stream>
+    void write(Stream & out) const {
+        if (n_rounds == 0) {
+            return;
+        }
+        const char * rounds = "llamacpp:spec_decode_rounds_total";
+        out << "# HELP " << rounds << " Verification steps by the rule that accepted\n# TYPE " << rounds << " counter\n"
+            << rounds << "{rule=\"match\"} "  << n_rounds - n_rounds_reject << "\n"
+            << rounds << "{rule=\"reject\"} " << n_rounds_reject            << "\n";
+        const char * length = "llamacpp:spec_decode_accepted_length";
+        out << "# HELP " << length << " Tokens per verification step\n# TYPE " << length << " histogram\n";
+        uint64_t sum = n_rounds;
+        for (size_t i = 0; i < dflash_request_stats::N_POS && n_drafted_per_pos[i] > 0; ++i) {
+            // at most i + 1 tokens: all rounds but those that accepted the draft at position i
+            out << length << "_bucket{le=\"" << i + 1 << "\"} " << n_rounds - n_accepted_per_pos[i] << "\n";
+            sum += n_accepted_per_pos[i];
+        }
+        out << length << "_bucket{le=\"+Inf\"} " << n_rounds << "\n"
+            << length << "_sum " << sum << "\n" << length << "_count " << n_rounds << "\n";
+    }
+};
+
 // probabilities of one emitted token, kept because the next row overwrites the sampler's candidates
 struct dflash_token_probs {
     float p = 0.0f;
