@@ -1,8 +1,8 @@
 """Trains the draft: many anchors per sequence, the target's embedding and head frozen.
 
-One run spends `--minutes` with a linear warm-up and a linear decay to zero; the state is saved as
-it goes. The same command again finishes a stopped run; `--more` starts another run (a new decay)
-from the saved weights.
+One run takes `--minutes`, or `--steps`, with a linear warm-up and a linear decay to zero; the state
+is saved as it goes. The same command again finishes a stopped run; `--more` starts another run (a
+new decay) from the saved weights.
 """
 
 from __future__ import annotations
@@ -217,15 +217,15 @@ def run(args: argparse.Namespace) -> None:
         betas=(0.9, 0.98),
         fused=True,
     )
-    step, spent, total = 0, 0.0, 0
+    step, done, total = 0, 0.0, 0  # done: share of this run
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
         draft.load_state_dict(state["draft"])
         optimizer.load_state_dict(state["optimizer"])
-        step, spent, total = state["step"], state["spent"], state["anchors"]
+        step, done, total = state["step"], state["done"], state["anchors"]
         rng.manual_seed(args.seed + step)
         if args.more:
-            spent = 0.0
+            done = 0.0
     else:
         f = shards.sequences[0][0].get_slice("features")
         probe = f[: min(2000, f.get_shape()[0])].float()
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> None:
         f"{len(shards.sequences)} sequences",
         flush=True,
     )
-    budget, mean, clock = args.minutes * 60, {}, time.time()
+    mean, clock = {}, time.time()
     shown, saved = time.time(), time.time()
 
     def one_step(block: int) -> dict[str, Tensor]:
@@ -259,9 +259,8 @@ def run(args: argparse.Namespace) -> None:
     if args.profile:
         profile_step(lambda: one_step(config.block))
         return
-    while spent < budget:
-        part = spent / budget
-        rate = min(1.0, (part + 1e-3) / args.warmup, (1 - part) / (1 - args.hold))
+    while done < 1:
+        rate = min(1.0, (done + 1e-3) / args.warmup, (1 - done) / (1 - args.hold))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate * group["scale"]
         block = config.block
@@ -272,21 +271,19 @@ def run(args: argparse.Namespace) -> None:
         for k, v in figures.items():
             mean[k] = 0.95 * mean.get(k, float(v)) + 0.05 * float(v)
         now = time.time()
-        spent, clock = spent + now - clock, now
-        if now - shown > 15 or spent >= budget:
+        done += 1 / args.steps if args.steps else (now - clock) / (60 * args.minutes)
+        clock = now
+        if now - shown > 15 or done >= 1:
             text = "  ".join(f"{k} {v:.3f}" for k, v in mean.items())
-            print(
-                f"step {step}  {spent / 60:.1f}/{args.minutes:g} min  {total} anchors  {text}",
-                flush=True,
-            )
+            print(f"step {step}  {100 * done:.1f} %  {total} anchors  {text}", flush=True)
             shown = now
-        if now - saved > 120 or spent >= budget:
+        if now - saved > 120 or done >= 1:
             save_state(
                 state_path,
                 {
                     "draft": draft.state_dict(),
                     "step": step,
-                    "spent": spent,
+                    "done": done,
                     "optimizer": optimizer.state_dict(),
                     "anchors": total,
                 },
@@ -301,6 +298,7 @@ def main() -> int:
     p.add_argument("--features", type=Path, required=True, help="folder of features.py")
     p.add_argument("--out", type=Path, required=True, help="run folder, outside the repository")
     p.add_argument("--minutes", type=float, default=60.0, help="length of this run")
+    p.add_argument("--steps", type=int, default=0, help="length in steps instead: reproducible")
     p.add_argument("--more", action="store_true", help="another run from the saved weights")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--warmup", type=float, default=0.03, help="share of the run")
