@@ -97,9 +97,10 @@ patches-check: ## prove that patches/ applies to the pristine base, and makes th
 # ---- upkeep --------------------------------------------------------------------------------------
 
 .PHONY: lint format clean
-lint: $(VENV)/.dev patches-check ## ruff, patches-check, and clang-format where installed
+lint: $(VENV)/.dev patches-check ## ruff, mypy, patches-check, and clang-format where installed
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
 	@if command -v clang-format >/dev/null; then clang-format --dry-run --Werror $(OVERLAY_SOURCES); fi
 
 format: $(VENV)/.dev ## format Python, and the overlay where clang-format is installed

@@ -33,8 +33,13 @@ class OnOff(str, Enum):
     off = "off"
 
 
-# the names of `session.VERIFY`, which takes long to import; a test compares them
-Verify = Enum("Verify", {name: name for name in ("auto", "reject", "match")}, type=str)
+class Verify(str, Enum):
+    """The names of `session.VERIFY`, which takes long to import; a test compares them."""
+
+    auto = "auto"
+    reject = "reject"
+    match = "match"
+
 
 Model = Annotated[Path, typer.Option("-m", "--model", help="Target, a GGUF file.")]
 Draft = Annotated[
