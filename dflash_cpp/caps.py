@@ -63,7 +63,7 @@ def is_exact(llm: DFlashLlama) -> bool:
     """Tell whether scoring in blocks must give the same bits as scoring token by token.
 
     It must on a CPU with our kernels for few rows, with flash attention, weights only of types in
-    `EXACT_TYPES`, and no more threads than attention heads (docs/parity.md).
+    `EXACT_TYPES`, no experts, and no more threads than attention heads (docs/parity.md).
     """
     from . import _libs
     from .info import small_batch_kernels
@@ -73,9 +73,12 @@ def is_exact(llm: DFlashLlama) -> bool:
         return False
     if (llm.n_draft or 0) + 1 > EXACT_ROWS:
         return False
-    heads = llm.metadata.get(f"{llm.metadata.get('general.architecture')}.attention.head_count", "")
+    arch = llm.metadata.get("general.architecture")
+    heads = llm.metadata.get(f"{arch}.attention.head_count", "")
     if not heads.isdecimal() or max(params.n_threads, params.n_threads_batch) > int(heads):
         return False
+    if llm.metadata.get(f"{arch}.expert_count", "0") != "0":
+        return False  # products that choose among experts are the base's
     return {_ggml_type(t) for t in _libs.gguf_tensor_types(llm.model_path)} <= EXACT_TYPES
 
 
