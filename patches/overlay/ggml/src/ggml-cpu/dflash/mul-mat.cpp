@@ -278,6 +278,9 @@ void tile(const char * w, size_t w_stride, int skip, const Columns & x, int c0, 
     for (int64_t b = 0; b < x.n_blocks; b++) {
         ivec weights[8], sum[C];
         W::unpack(w, w_stride, weights);
+        for (int r = 0; r < LANES; r++) {
+            _mm_prefetch(w + (LANES + r) * w_stride, _MM_HINT_T0);  // the rows behind these
+        }
         const fvec scale = scales(w + W::SCALE, w_stride);
         for (int c = 0; c < C; c++) {
             sum[c] = iset(UNSIGNED_WEIGHTS ? start[c] : 0);
@@ -313,6 +316,8 @@ void tile_x8(const block_q4_0x8 * w, const Columns & x, int c0, float * y, size_
         }
     }
     for (int64_t b = 0; b < x.n_blocks; b++, w++) {
+        _mm_prefetch((const char *) (w + x.n_blocks), _MM_HINT_T0);  // the rows behind these
+        _mm_prefetch((const char *) (w + x.n_blocks) + 64, _MM_HINT_T0);
 #if DFLASH_LANES == 16
         const __m256 half = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) w->d));
         const fvec scale[1] = { _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
@@ -380,7 +385,9 @@ void tile_float(const char * w, size_t w_stride, const char * x, size_t x_stride
     for (int64_t i = 0; i < whole; i += LANES) {
         fvec weights[R];
         for (int r = 0; r < R; r++) {
-            weights[r] = load((const T *) (w + r * w_stride) + i);
+            const T * from = (const T *) (w + r * w_stride) + i;
+            weights[r]     = load(from);
+            _mm_prefetch((const char *) from + R * w_stride, _MM_HINT_T0);  // the rows behind these
         }
         for (int c = 0; c < C; c++) {
             const fvec v = load((const float *) (x + c * x_stride) + i);
