@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> str:
     lines += [
         "",
         f"{args.target.name}, {args.draft.name}; {len(prompts)} held-out prompts, answers of "
-        f"{args.n_predict} tokens, greedy, {args.repeat} repetitions in turns, medians; ratio to "
+        f"{args.n_predict} tokens, greedy, in turns, repetitions: {args.repeat}; ratio to "
         f"the first row's first. {where['cpu']}, {where['threads']} threads, {where['date']}"
         + ("" if busy is None else f", {100 * busy:.0f} % of the processor busy before")
         + ".",
