@@ -7,6 +7,7 @@ installed package (`make build`) and, for the comparison, `make stock`.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,6 +105,7 @@ def main() -> int:
     p.add_argument("--repeat", type=int, default=3)
     p.add_argument("--threads", type=int, default=2)
     args = p.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: no server stays behind
     try:
         return finish(lambda: print(measure(args)))
     except DFlashError as e:
