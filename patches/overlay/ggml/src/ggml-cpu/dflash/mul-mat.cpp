@@ -424,7 +424,7 @@ bool ours(const ggml_tensor * dst) {
         return false;
     }
     return w->ne[2] == 1 && w->ne[3] == 1 && x->ne[2] == 1 && x->ne[3] == 1 &&
-           x->ne[1] >= 1 && x->ne[1] <= GGML_DFLASH_MUL_MAT_MAX_COLUMNS && w->ne[0] >= LANES &&
+           x->ne[1] >= 1 && x->ne[1] <= GGML_DFLASH_MUL_MAT_MAX_COLUMNS && (w->ne[1] >= LANES || !quantized(t)) &&
            x->type == GGML_TYPE_F32 && dst->type == GGML_TYPE_F32 &&
            w->nb[0] == ggml_type_size(t) && w->nb[1] >= ggml_row_size(t, w->ne[0]) && w->nb[1] < (1u << 26) &&
            x->nb[0] == sizeof(float) && dst->nb[0] == sizeof(float);
