@@ -74,6 +74,7 @@ class dflash_params(Structure):
         ("type_v", c_int32),
         ("flash_attn", c_int32),
         ("verify", c_int32),
+        ("adaptive", c_bool),
     ]
 
 
@@ -103,6 +104,10 @@ class dflash_stats(Structure):
         ("n_visited", c_int64),
         ("sum_overlap", c_double),
         ("sum_top", c_double),
+        ("n_skipped", c_int64),
+        ("pace_plain_ms", c_double),
+        ("pace_draft_ms", c_double),
+        ("pace_gain_ms", c_double),
     ]
 
 
@@ -159,6 +164,8 @@ PROTOTYPES: list[tuple[str, Any, list[Any]]] = [
     ("dflash_session_block_size", c_int32, [dflash_session_p]),
     # int32_t dflash_session_n_past(const struct dflash_session * session);
     ("dflash_session_n_past", c_int32, [dflash_session_p]),
+    # int dflash_session_set_adaptive(struct dflash_session * session, bool adaptive);
+    ("dflash_session_set_adaptive", c_int, [dflash_session_p, c_bool]),
     # int dflash_session_rollback(struct dflash_session * session, int32_t n_keep);
     ("dflash_session_rollback", c_int, [dflash_session_p, c_int32]),
     # int dflash_session_prompt(struct dflash_session * session, const llama_token * tokens,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import _libs, _options
 from ._memory import TargetMemory, llama_cpp
 from .errors import DFlashArgumentError
-from .session import RoundTrace, Session, StepResult, check_pair
+from .session import RoundTrace, Session, StepResult, check_pair, choose_adaptive
 from .stats import RULE_GREEDY, RULE_MATCH, DraftStats, Recorder
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class DFlashLlama(TargetMemory):
         verify: How a sampled text is verified: `auto` (rejection sampling where the request has a
             distribution, else match), `reject` (the same, always with a sampled draft) or `match`
             (a seed gives the same text as without a draft). Greedy text is the same under all.
+        adaptive: Choose in every round how many tokens to draft and verify, none included, by what
+            pays; `n_draft` is the ceiling. A sampled text with a seed of its own that is verified
+            by rejection keeps the full length, so that it repeats. False: always `n_draft`. None:
+            as the environment's LLAMA_ARG_SPEC_DRAFT_ADAPTIVE (on, off) says, else on.
         speculate: False decodes plainly and loads no draft until `speculate` is set to True.
         draft_trace: Record every round for `draft_trace()`; slow.
         n_gpu_layers_draft: Layers of the draft on the GPU, -1 for all; None for all if the target
@@ -65,6 +69,7 @@ class DFlashLlama(TargetMemory):
         n_draft: int | None = None,
         p_min: float = 0.0,
         verify: str = "auto",
+        adaptive: bool | None = None,
         speculate: bool = True,
         draft_trace: bool = False,
         n_gpu_layers_draft: int | None = None,
@@ -77,6 +82,7 @@ class DFlashLlama(TargetMemory):
             "n_draft": n_draft,
             "p_min": float(p_min),
             "verify": verify,
+            "adaptive": choose_adaptive(adaptive),
             "n_gpu_layers": _options.draft_layers(
                 n_gpu_layers_draft, kwargs.get("n_gpu_layers", 0)
             ),
@@ -86,6 +92,8 @@ class DFlashLlama(TargetMemory):
         self._n_gpu_layers_draft = n_gpu_layers_draft
         self._off = _options.why_off(kwargs)
         self._limit: int | None = None
+        self._seeded = kwargs.get("seed") not in (None, llama_cpp.LLAMA_DEFAULT_SEED)
+        self._call_seeded: bool | None = None  # of a completion; None outside
         self._told: set[str] = set()
         self.last_token_drafted = False
 
@@ -142,7 +150,7 @@ class DFlashLlama(TargetMemory):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["draft_model"]
-        names = ("n_draft", "p_min", "verify")
+        names = ("n_draft", "p_min", "verify", "adaptive")
         return (
             state
             | {name: self._draft_options[name] for name in names}
@@ -177,6 +185,7 @@ class DFlashLlama(TargetMemory):
         self._need_open()
         call = _GENERATE.bind(self, tokens, *args, **kwargs).arguments
         limit, self._limit = self._limit, None
+        seeded = self._seeded if self._call_seeded is None else self._call_seeded
         reason = self._why_plain(call)
         rule = RULE_GREEDY if call.get("temp", 0.8) == 0.0 else RULE_MATCH
         session = None if reason else self._session
@@ -184,6 +193,9 @@ class DFlashLlama(TargetMemory):
         self.last_token_drafted = False
         base = super().generate(tokens, *args, **kwargs)
         try:
+            if session is not None:
+                repeat = seeded and rule == RULE_MATCH and self._draft_options["verify"] != "match"
+                session.set_adaptive(self._draft_options["adaptive"] and not repeat)
             if session is None:
                 yield from self._plain(base, record)
             else:
@@ -287,9 +299,18 @@ class DFlashLlama(TargetMemory):
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         self._need_open()
-        wanted = _COMPLETION.bind(self, *args, **kwargs).arguments.get("max_tokens", 16)
+        call = _COMPLETION.bind(self, *args, **kwargs).arguments
+        wanted = call.get("max_tokens", 16)
         self._limit = wanted if wanted is not None and wanted > 0 else None
+        self._call_seeded = self._seeded or call.get("seed") is not None
         try:
             yield from super()._create_completion(*args, **kwargs)
         finally:
             self._limit = None
+            self._call_seeded = None
+
+    def set_seed(self, seed: int) -> None:
+        """Set the random seed; see `llama_cpp.Llama.set_seed`."""
+        if self._call_seeded is None:
+            self._seeded = True
+        super().set_seed(seed)  # type: ignore[no-untyped-call]

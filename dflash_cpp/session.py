@@ -43,6 +43,8 @@ class RoundTrace:
     logits: npt.NDArray[np.float32]
 
 
+ADAPTIVE_VARIABLE = "LLAMA_ARG_SPEC_DRAFT_ADAPTIVE"
+
 VERIFY = {
     "auto": _capi.DFLASH_VERIFY_AUTO,
     "reject": _capi.DFLASH_VERIFY_REJECT,
@@ -81,6 +83,20 @@ def check_verify(verify: object) -> int:
     return VERIFY[verify]
 
 
+def choose_adaptive(adaptive: bool | None) -> bool:
+    """Return whether lengths adapt: as asked, else as the variable that llama-server reads says.
+
+    Raises:
+        DFlashArgumentError: The variable is neither on nor off.
+    """
+    if adaptive is not None:
+        return bool(adaptive)
+    value = os.environ.get(ADAPTIVE_VARIABLE, "on")
+    if value not in ("on", "off"):
+        raise DFlashArgumentError(f"{ADAPTIVE_VARIABLE} is `{value}`, expected `on` or `off`")
+    return value == "on"
+
+
 class Session:
     """A draft model loaded beside a target context; see `dflash.h` for the rules.
 
@@ -99,6 +115,9 @@ class Session:
         verify: How a sampled text is verified: `auto` (rejection sampling where the chain has a
             distribution), `reject` (the same, always with a sampled draft) or `match` (a seed
             gives the same text as without a draft). All leave the target's distribution intact.
+        adaptive: Choose how many tokens to draft and verify, none included, by what pays;
+            `n_draft` is the ceiling. False drafts `n_draft` in every round. None: as the
+            environment's LLAMA_ARG_SPEC_DRAFT_ADAPTIVE (on, off) says, else on.
 
     Raises:
         DFlashPairError, DFlashFileError, DFlashTargetError, DFlashArgumentError,
@@ -118,6 +137,7 @@ class Session:
         use_mmap: bool = True,
         trace: bool = False,
         verify: str = "auto",
+        adaptive: bool | None = None,
     ):
         self._api = _capi.api()
         self._lock = threading.RLock()
@@ -134,6 +154,7 @@ class Session:
         params.use_mmap = use_mmap
         params.trace = trace
         params.verify = check_verify(verify)
+        params.adaptive = choose_adaptive(adaptive)
 
         handle = _capi.dflash_session_p()
         _capi.check(
@@ -220,6 +241,16 @@ class Session:
             total = int(self.stats().n_accepted)
             accepted, self._n_accepted = total - self._n_accepted, total
         return StepResult(tokens, accepted)
+
+    def set_adaptive(self, adaptive: bool) -> None:
+        """Change `adaptive` between rounds.
+
+        Adaptive lengths follow measured time, so where tokens are accepted by rejection sampling, a
+        seed need not give the same text twice. Greedy text and `verify="match"` do not depend on
+        lengths.
+        """
+        with self._lock:
+            _capi.check(self._api.dflash_session_set_adaptive(self._open(), adaptive))
 
     def rollback(self, n_keep: int) -> None:
         """Keep the first `n_keep` tokens of the sequence, drop the rest in target and draft.

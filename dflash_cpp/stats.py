@@ -27,6 +27,7 @@ class DraftStats:
             `reject` (rejection sampling with the draft's probabilities).
         rounds: Verification passes with at least one drafted token.
         plain_rounds: Passes of the target without a draft, those of the prompt excepted.
+        skipped_rounds: Of these, the ones where a draft would not have paid.
         drafted, accepted: Tokens proposed by the draft; of these, accepted by the target.
         reject_rounds: Of the rounds, those verified by rejection sampling.
         greedy_draft_rounds: Of these, those with the draft's likeliest tokens, not drawn ones.
@@ -47,6 +48,7 @@ class DraftStats:
     rule: str
     rounds: int = 0
     plain_rounds: int = 0
+    skipped_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     reject_rounds: int = 0
@@ -106,6 +108,7 @@ class DraftStats:
             "total_ms": self.total_ms,
             "draft_rounds": self.rounds if spoke else None,
             "draft_plain_rounds": self.plain_rounds if spoke else None,
+            "draft_n_skipped": self.skipped_rounds if spoke else None,
             "draft_n": self.drafted if spoke else None,
             "draft_n_accepted": self.accepted if spoke else None,
             "draft_n_rounds_reject": self.reject_rounds if spoke else None,
@@ -202,6 +205,7 @@ class Recorder:
             mode=MODE_DRAFT,
             rounds=now.n_rounds - before.n_rounds,
             plain_rounds=now.n_plain - before.n_plain,
+            skipped_rounds=now.n_skipped - before.n_skipped,
             drafted=now.n_drafted - before.n_drafted,
             accepted=now.n_accepted - before.n_accepted,
             reject_rounds=now.n_rounds_reject - before.n_rounds_reject,

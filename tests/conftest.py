@@ -5,6 +5,7 @@ The markers (slow, native, gpu, peer) are declared in pyproject.toml.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Tests count rounds and tokens, which adaptive lengths make depend on time. Tests of adaptive
+# lengths ask for them.
+os.environ["LLAMA_ARG_SPEC_DRAFT_ADAPTIVE"] = "off"
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every process
 # that a test starts in order to interrupt it.

@@ -43,6 +43,7 @@ class OurPair(NativeTarget):
         super().__init__(job)
         self.api = _capi.api()
         params = self.api.dflash_params_default()
+        params.adaptive = job.get("adaptive", False)
         params.n_draft = job.get("n_draft") or 0
         params.trace = trace
         if job.get("kv", "f16") == "f32":

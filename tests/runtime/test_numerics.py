@@ -255,6 +255,49 @@ def test_turns_and_roll_back(make_pair: Callable, reference: Callable, oracle: A
             check(oracle, models, text, play(ours, text, 2), EXACT)
 
 
+def test_features_that_no_block_sees_are_not_taken(
+    make_pair: Callable, reference: Callable, oracle: Any
+) -> None:
+    """A long prompt in small batches and a long stretch without drafts: same blocks, less work."""
+    from our_pair import OurPair
+
+    pair = make_pair("qwen3", **WINDOW)
+    models = reference(pair.target, pair.checkpoint)
+    text = random_ids(400)
+    job = {"target": pair.target, "draft": pair.draft, "kv": "f32", "n_batch": 32}
+    kept = WINDOW["sliding_window"] + 32  # the window, and a micro-batch to cut back
+    with OurPair(job) as ours:
+        text.append(ours.prompt(text))
+        assert ours.stats().n_injected == 0
+        check(oracle, models, text, play(ours, text, 2), EXACT)
+        assert ours.stats().n_injected <= kept + 8
+        for _ in range(150):
+            text += ours.step(text[-1], 0)
+        check(oracle, models, text, play(ours, text, 3), EXACT)
+        assert ours.stats().n_injected <= 2 * (kept + 8) + 16
+        # back by less than a micro-batch: nothing is missing
+        del text[-20:]
+        ours.rollback(len(text) - 1)
+        check(oracle, models, text, play(ours, text, 2), EXACT)
+
+
+def test_a_draft_that_sees_everything_takes_everything(
+    make_pair: Callable, reference: Callable, oracle: Any
+) -> None:
+    from our_pair import OurPair
+
+    pair = make_pair("qwen3", layer_types=("full_attention", "sliding_attention"), sliding_window=24)
+    text = random_ids(200)
+    job = {"target": pair.target, "draft": pair.draft, "kv": "f32", "n_batch": 32}
+    with OurPair(job) as ours:
+        text.append(ours.prompt(text))
+        for _ in range(60):
+            text += ours.step(text[-1], 0)
+        traces = play(ours, text, 2)
+        assert ours.stats().n_injected >= 260
+    check(oracle, reference(pair.target, pair.checkpoint), text, traces, EXACT)
+
+
 @pytest.mark.parametrize(("own_embedding", "own_head"), [(True, True), (False, True)])
 def test_own_embedding_and_head(
     own_embedding: bool, own_head: bool, make_pair: Callable, oracle: Any

@@ -35,7 +35,14 @@ CHAINS: dict[str, dict[str, float]] = {
 class Rig:
     """A target with a session on it."""
 
-    def __init__(self, pair: Any, verify: str, n_rs_seq: int = 0, n_ubatch: int = 512):
+    def __init__(
+        self,
+        pair: Any,
+        verify: str,
+        n_rs_seq: int = 0,
+        n_ubatch: int = 512,
+        adaptive: bool = False,
+    ):
         import llama_cpp
 
         from dflash_cpp.session import Session
@@ -62,7 +69,14 @@ class Rig:
         finally:
             llama_cpp.llama_cpp.llama_context_default_params = defaults
             llama_cpp.llama_context_default_params = defaults
-        self.session = Session(self.llm, pair.draft, n_threads=1, n_threads_batch=1, verify=verify)
+        self.session = Session(
+            self.llm,
+            pair.draft,
+            n_threads=1,
+            n_threads_batch=1,
+            verify=verify,
+            adaptive=adaptive,
+        )
         self.n_vocab = self.llm.n_vocab()
 
     def close(self) -> None:
@@ -167,6 +181,18 @@ def test_pairs_of_tokens(
             # acceptance is the sum of min(p, q) over the visited positions, within sampling error
             rate, expected = stats.n_accepted / stats.n_visited, stats.sum_overlap / stats.n_visited
             assert abs(rate - expected) < 5 * np.sqrt(rate * (1 - rate) / stats.n_visited)
+    finally:
+        rig.close()
+
+
+def test_adaptive_lengths_leave_the_distribution_alone(make_bigram: Callable[..., Any]) -> None:
+    rig = Rig(make_bigram("llama", wrong=0.2, drift=0.28), "reject", adaptive=True)
+    try:
+        assert check(rig, 1500, CHAINS["T 3, top-k 5"]) > ALPHA
+        stats = rig.session.stats()
+        assert stats.n_rounds_reject > 0
+        lengths = np.array(stats.n_drafted_per_pos[:7])
+        assert lengths[-1] < lengths[0] or stats.n_skipped > 0
     finally:
         rig.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -143,6 +144,40 @@ def sampled(server: LlamaServer) -> list[list[int]]:
     request = {"prompt": list(range(5, 15)), "n_predict": TOKENS, "temperature": 1.0, "seed": 7}
     request |= {"return_tokens": True}
     return [server.post("/completion", request)["tokens"] for _ in range(3)]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_adaptive_lengths_leave_a_hopeless_draft_out(
+    random_pair: tiny.Pair, start: Any, slots: int
+) -> None:
+    """Same texts, hardly any drafts, one line in the log and a counter."""
+    prompts = [[40 + i, 41, 42, 60] for i in range(slots)]
+    body = {"n_predict": 300, "temperature": 0.0, "return_tokens": True, "ignore_eos": True}
+    size = ("-np", slots, "-c", 1024 * slots, "-ctk", "f32", "-ctv", "f32", "-fa", "off")
+
+    def texts(server: LlamaServer) -> list[dict[str, Any]]:
+        with (
+            httpx.Client(trust_env=False, timeout=120.0) as http,
+            ThreadPoolExecutor(slots) as pool,
+        ):
+            return list(
+                pool.map(
+                    lambda p: http.post(f"{server.url}/completion", json={"prompt": p} | body).json(),
+                    prompts,
+                )
+            )
+
+    expected = texts(start(random_pair.target, None, *size))
+    server = start(random_pair.target, random_pair.draft, *size, "--spec-draft-adaptive", "on")
+    for _ in range(2):
+        found = texts(server)
+        assert [a["tokens"] for a in found] == [a["tokens"] for a in expected]
+    timings = [a["timings"] for a in found]
+    assert sum(t["draft_n_skipped"] for t in timings) > 200 * slots
+    assert sum(t.get("draft_n", 0) for t in timings) < 300 * slots
+    assert server.log.read_text().count("drafting does not pay here") == 1
+    metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    assert "llamacpp:spec_decode_skipped_total" in metrics
 
 
 def test_a_seed_repeats_a_sampled_text(bigram: Callable[..., Bigram], start: Any) -> None:

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "dflash-check.h"
 #include "dflash-draft.h"
 #include "dflash-error.h"
 #include "dflash-slot.h"
@@ -22,6 +23,7 @@ struct dflash_speculative_impl : public common_speculative_impl {
 
     int64_t n_inject_failed = 0;
     int64_t n_invalid       = 0;
+    int64_t t_round         = 0; // when the latest draft was ready, microseconds; 0: nothing to time
 
     dflash_speculative_impl(const common_params_speculative & params_spec, uint32_t n_seq)
         : common_speculative_impl(COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH, n_seq, params_spec.draft.n_max)
@@ -37,17 +39,33 @@ struct dflash_speculative_impl : public common_speculative_impl {
         }
         n_max = params.n_max;
 
-        LOG_INF("draft-dflash: block %d, n_max %d, n_min %d, p_min %.2f, candidates %d, %s inside the block, %u sequences\n",
-                drafter->block_size(), params.n_max, params.n_min, params.p_min, drafter->top_k(),
-                drafter->is_causal() ? "causal" : "not causal", n_seq);
+        drafter->adaptive = params.dflash_adaptive;
+        int64_t n_window  = 0;
+        try {
+            n_window = dflash_draft_facts_from_file(params.mparams.path).n_window;
+        } catch (const std::exception &) {
+            // a model that did not come from this file: take all features
+        }
+        drafter->set_window(n_window);
+
+        LOG_INF("draft-dflash: block %d, n_max %d (%s), n_min %d, p_min %.2f, candidates %d, window %d, %s inside the block, %u sequences\n",
+                drafter->block_size(), params.n_max, params.dflash_adaptive ? "adaptive" : "fixed", params.n_min, params.p_min,
+                drafter->top_k(), (int) n_window, drafter->is_causal() ? "causal" : "not causal", n_seq);
     }
 
     void begin(llama_seq_id seq_id, const llama_tokens & prompt) override {
         if (seq_id < 0 || seq_id >= (llama_seq_id) n_seq || prompt.empty()) {
             return;
         }
+        drafter->pace.restart(seq_id);
         if (drafter->pos_next(seq_id) == 0) {
             LOG_DBG("draft-dflash: sequence %d starts without features of its prompt of %zu tokens\n", seq_id, prompt.size());
+        }
+    }
+
+    void warn_lost(const char * reason) {
+        if (n_inject_failed++ == 0) {
+            LOG_WRN("draft-dflash: features lost, drafts will be weaker for a while: %s\n", reason);
         }
     }
 
@@ -56,6 +74,13 @@ struct dflash_speculative_impl : public common_speculative_impl {
         if (batch.size() <= 0 || batch.has_token() == batch.has_embd()) {
             return true;
         }
+
+        // the pass was the verification of the latest drafts if it has their rows and no others
+        if (t_round > 0 && batch.size() == drafter->pace.n_rows()) {
+            llama_synchronize(params.ctx_tgt);
+            drafter->pace.verified(batch.size(), 1e-3 * (double) (ggml_time_us() - t_round));
+        }
+        t_round = 0;
 
         // rows of one sequence may be spread over the batch: group them
         rows.clear();
@@ -77,9 +102,7 @@ struct dflash_speculative_impl : public common_speculative_impl {
             drafter->inject(rows.data(), rows.size());
         } catch (const std::exception & err) {
             // without features the drafts are weaker, the text is not: drop them and go on
-            if (n_inject_failed++ == 0) {
-                LOG_WRN("draft-dflash: features lost, drafts will be weaker for a while: %s\n", err.what());
-            }
+            warn_lost(err.what());
             for (const auto & row : rows) {
                 drafter->rollback(row.seq_id, 0);
             }
@@ -103,6 +126,7 @@ struct dflash_speculative_impl : public common_speculative_impl {
                 req.chain  = dp.dflash->chain;
                 req.rng    = &dp.dflash->rng;
                 req.greedy = dp.dflash->greedy_draft();
+                req.fixed  = dp.dflash->fixed;
             }
             requests.push_back(std::move(req));
         }
@@ -110,16 +134,31 @@ struct dflash_speculative_impl : public common_speculative_impl {
             return;
         }
 
+        const int64_t n_lost = drafter->n_lost();
         try {
             drafter->draft(requests, params.p_min);
         } catch (const std::exception & err) {
             LOG_WRN("draft-dflash: no draft this time: %s\n", err.what());
             return;
         }
+        if (drafter->n_lost() > n_lost) {
+            warn_lost("the draft's memory took none");
+        }
+        if (drafter->adaptive && drafter->pace.gave_up()) {
+            const auto & pace = drafter->pace;
+            LOG_WRN("draft-dflash: drafting does not pay here and is left out, with a try now and then: a draft takes %.1f ms and "
+                    "lately saved %.1f ms (%.2f tokens accepted, %.1f ms per token without). %s\n",
+                    pace.draft_ms(), pace.gain(requests[0].seq_id), pace.accepted_mean(), pace.plain_ms(),
+                    pace.accepted_mean() < 0.1 ? "Almost nothing is accepted: is this the draft for this target and revision?"
+                                               : "The target is too fast, or the text too hard to guess, for this draft.");
+        }
 
         for (auto & req : requests) {
             if (req.invalid && n_invalid++ == 0) {
                 LOG_WRN("draft-dflash: the draft model returned no valid token (NaN or an id out of range); the text is not affected\n");
+            }
+            if (drafter->adaptive && req.tokens.empty() && !req.invalid && req.n_max > 0 && dparams[req.seq_id].dflash && dparams[req.seq_id].dflash->stats) {
+                dparams[req.seq_id].dflash->stats->n_skipped++;
             }
             // dropping a sampled draft because it is short would bias the text: n_min is for greedy ones
             if (req.tokens.size() >= (size_t) std::max(0, params.n_min) || !req.q.empty()) {
@@ -130,7 +169,12 @@ struct dflash_speculative_impl : public common_speculative_impl {
                 }
             }
         }
+        t_round = drafter->adaptive ? ggml_time_us() : 0;
     }
 
-    void accept(llama_seq_id /*seq_id*/, uint16_t /*n_accepted*/, bool /*is_other*/) override {}
+    void accept(llama_seq_id seq_id, uint16_t n_accepted, bool is_other) override {
+        if (drafter->adaptive && !is_other) {
+            drafter->pace.accepted(seq_id, n_accepted, drafter->n_draft_max());
+        }
+    }
 };

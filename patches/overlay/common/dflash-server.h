@@ -7,6 +7,7 @@
 #include "sampling.h"
 
 #include "dflash-check.h"
+#include "dflash-draft.h"
 #include "dflash-error.h"
 #include "dflash-slot.h"
 #include "dflash-verify.h"
@@ -48,13 +49,15 @@ inline void dflash_server_begin(dflash_slot & slot, common_sampler * smpl, const
     const bool has_grammar = !common_grammar_value(params.grammar).empty();
     slot.reject = mode != DFLASH_VERIFY_MATCH && params.temp > 0.0f && !has_grammar && !params.backend_sampling &&
             dflash_chain_has_distribution(slot.chain);
+    slot.fixed = slot.reject && params.seed != LLAMA_DEFAULT_SEED;
 
     // a stream of its own, reproducible with the request's seed
     slot.rng.seed(((uint64_t) llama_sampler_get_seed(slot.chain) << 32) ^ UINT64_C(0x9e3779b97f4a7c15));
 }
 
 // a round begins: earlier distributions are void
-inline dflash_slot * dflash_server_prepare(dflash_slot & slot) {
+inline dflash_slot * dflash_server_prepare(dflash_slot & slot, dflash_request_stats & stats) {
+    slot.stats = &stats;
     slot.q.clear();
     slot.n_drafted = 0;
     return &slot;

@@ -17,6 +17,7 @@ struct dflash_request_stats {
     uint32_t n_rounds        = 0;
     uint32_t n_rounds_reject = 0; // verified by rejection sampling
     uint32_t n_rounds_greedy = 0; // of these, with a greedy draft
+    uint32_t n_skipped       = 0; // rounds without a draft because it would not have paid
 
     uint32_t n_drafted_per_pos [N_POS] = {};
     uint32_t n_accepted_per_pos[N_POS] = {};
@@ -34,7 +35,7 @@ struct dflash_request_stats {
     // extends the timings of a response
     template <typename Json>
     void add_to_json(Json & timings) const {
-        if (n_rounds == 0) {
+        if (n_rounds == 0 && n_skipped == 0) {
             return;
         }
         size_t n = 0;
@@ -44,6 +45,7 @@ struct dflash_request_stats {
         timings["draft_n_rounds"]            = n_rounds;
         timings["draft_n_rounds_reject"]     = n_rounds_reject;
         timings["draft_n_rounds_greedy"]     = n_rounds_greedy;
+        timings["draft_n_skipped"]           = n_skipped;
         timings["draft_rule"]                = n_rounds_reject > 0 ? "reject" : "match";
         timings["draft_n_per_pos"]           = std::vector<uint32_t>(n_drafted_per_pos,  n_drafted_per_pos  + n);
         timings["draft_n_accepted_per_pos"]  = std::vector<uint32_t>(n_accepted_per_pos, n_accepted_per_pos + n);
@@ -54,6 +56,7 @@ struct dflash_request_stats {
 struct dflash_metrics {
     uint64_t n_rounds        = 0;
     uint64_t n_rounds_reject = 0;
+    uint64_t n_skipped       = 0;
 
     uint64_t n_drafted_per_pos [dflash_request_stats::N_POS] = {};
     uint64_t n_accepted_per_pos[dflash_request_stats::N_POS] = {};
@@ -61,6 +64,7 @@ struct dflash_metrics {
     void add(const dflash_request_stats & request) {
         n_rounds        += request.n_rounds;
         n_rounds_reject += request.n_rounds_reject;
+        n_skipped       += request.n_skipped;
         for (size_t i = 0; i < dflash_request_stats::N_POS; ++i) {
             n_drafted_per_pos [i] += request.n_drafted_per_pos [i];
             n_accepted_per_pos[i] += request.n_accepted_per_pos[i];
@@ -70,6 +74,11 @@ struct dflash_metrics {
     // Prometheus text: rounds by rule, and how many tokens a round gave (its accepted drafts and the target's own)
     template <typename Stream>
     void write(Stream & out) const {
+        if (n_skipped > 0) {
+            const char * skipped = "llamacpp:spec_decode_skipped_total";
+            out << "# HELP " << skipped << " Rounds without a draft because it would not have paid\n# TYPE " << skipped << " counter\n"
+                << skipped << " " << n_skipped << "\n";
+        }
         if (n_rounds == 0) {
             return;
         }
@@ -102,6 +111,9 @@ struct dflash_slot {
     int32_t         mode   = DFLASH_VERIFY_AUTO;
     llama_sampler * chain  = nullptr;
     dflash_rng      rng;              // never copied with the sampler: a restored checkpoint must not repeat its numbers
+
+    bool            fixed  = false;   // draft the full length: the text shall repeat with its seed
+    dflash_request_stats * stats = nullptr;
 
     // of the round
     std::vector<dflash_q_row> q;

@@ -100,6 +100,8 @@ struct dflash_params {
     int32_t type_v;          // ggml_type of the draft's value cache; negative = f16
     int32_t flash_attn;      // llama_flash_attn_type of the draft: -1 = auto, 0 = off, 1 = on
     int32_t verify;          // dflash_verify: the acceptance rule when sampling
+    bool    adaptive;        // choose how many tokens to draft and verify, 0 included, by what pays; n_draft is the ceiling.
+                             // With false every round drafts n_draft tokens.
 };
 
 DFLASH_API struct dflash_params dflash_params_default(void);
@@ -121,6 +123,10 @@ DFLASH_API void dflash_session_close(struct dflash_session * session);
 DFLASH_API int32_t dflash_session_n_draft   (const struct dflash_session * session); // tokens drafted per round at most
 DFLASH_API int32_t dflash_session_block_size(const struct dflash_session * session);
 DFLASH_API int32_t dflash_session_n_past    (const struct dflash_session * session); // tokens in the sequence that are valid
+
+// Change params.adaptive between rounds. Adaptive lengths follow measured time: where tokens are accepted by rejection
+// sampling, a seed then need not give the same text twice (greedy text and DFLASH_VERIFY_MATCH do not depend on lengths).
+DFLASH_API int dflash_session_set_adaptive(struct dflash_session * session, bool adaptive);
 
 // Keep the first `n_keep` tokens of the sequence (0 <= n_keep <= n_past), drop the rest in target and draft. A target with
 // recurrent layers can go back only a few tokens: DFLASH_E_MEMORY then, after which only n_keep = 0 is possible.
@@ -157,14 +163,15 @@ DFLASH_API int dflash_session_step(
 struct dflash_stats {
     size_t  size;                                 // sizeof(struct dflash_stats)
     int64_t n_rounds;                             // rounds that drafted at least one token
-    int64_t n_plain;                              // rounds without a draft
+    int64_t n_plain;                              // rounds without a draft, for whatever reason
     int64_t n_drafted;                            // tokens proposed
     int64_t n_accepted;                           // of these, accepted
     int64_t n_emitted;                            // tokens returned by dflash_session_step
     int64_t n_replayed;                           // tokens decoded again after a restored checkpoint
     int64_t n_invalid;                            // drafts thrown away because the draft model produced no valid token
     int64_t n_prompt;                             // prompt tokens decoded or reported
-    int64_t n_injected;                           // positions whose features the draft has taken
+    int64_t n_injected;                           // positions whose features the draft has taken; a windowed draft leaves out
+                                                  // what it would not look at again
     double  t_prompt_ms;                          // target prompt passes
     double  t_inject_ms;                          // feature injection into the draft
     double  t_draft_ms;                           // draft passes and selection
@@ -177,6 +184,10 @@ struct dflash_stats {
     int64_t n_visited;                            // positions where target and draft distributions were compared
     double  sum_overlap;                          // over these: sum of min(p, q), the acceptance of a sampled draft
     double  sum_top;                              // over these: p of the draft's likeliest token, the acceptance of a greedy one
+    int64_t n_skipped;                            // rounds without a draft because it would not have paid (of n_plain)
+    double  pace_plain_ms;                        // learned so far: a round without a draft, ms; 0 = not yet known
+    double  pace_draft_ms;                        // a draft
+    double  pace_gain_ms;                         // what a draft saves before its own cost, lately
 };
 
 // fill `stats` (its `size` must be set)

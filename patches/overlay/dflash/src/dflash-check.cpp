@@ -90,6 +90,16 @@ struct dflash_header {
         return res;
     }
 
+    // every element of a bool array is true
+    bool all_true(const std::string & key) const {
+        if (!is_array(key) || gguf_get_arr_type(ctx.get(), find(key)) != GGUF_TYPE_BOOL) {
+            return false;
+        }
+        const auto * data = (const int8_t *) gguf_get_arr_data(ctx.get(), find(key));
+        const size_t n    = gguf_get_arr_n(ctx.get(), find(key));
+        return n > 0 && std::all_of(data, data + n, [](int8_t v) { return v != 0; });
+    }
+
     std::vector<std::string> strs(const std::string & key) const {
         std::vector<std::string> res;
         if (!is_array(key) || gguf_get_arr_type(ctx.get(), find(key)) != GGUF_TYPE_STRING) {
@@ -216,6 +226,9 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
     res.own_output   = h.tensor("output.weight") >= 0 || res.own_embd;
     res.n_embd_fc    = h.dim("fc.weight", 0);
     res.target_layers = h.ints("dflash.target_layers");
+    if (h.all_true("dflash.attention.sliding_window_pattern")) {
+        res.n_window = std::max<int64_t>(0, h.num("dflash.attention.sliding_window", 0));
+    }
 
     const char * name = res.name.c_str();
 

@@ -36,6 +36,7 @@ struct dflash_draft_facts {
     int64_t group         = 0;
     int64_t mask_token    = -1;
     int64_t n_embd_fc     = -1; // input width of fc
+    int64_t n_window      = 0;  // positions before the anchor that matter, if all layers are windowed; else 0
     bool    own_embd      = false;
     bool    own_output    = false;
 

@@ -11,6 +11,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <numeric>
 
 bool dflash_tap::callback(ggml_tensor * t, bool ask, void * user_data) {
@@ -37,8 +39,36 @@ static std::string dflash_meta(const llama_model * model, const char * key) {
     return llama_model_meta_val_str(model, key, buf, sizeof(buf)) >= 0 ? buf : "";
 }
 
+// drafters by their context, for dflash_flush
+static std::mutex                                    dflash_registry_mutex;
+static std::map<llama_context *, dflash_drafter *>   dflash_registry;
+
+void dflash_flush(llama_context * ctx_dft, llama_seq_id seq_id) {
+    dflash_drafter * drafter = nullptr;
+    {
+        std::lock_guard<std::mutex> lock(dflash_registry_mutex);
+        const auto it = dflash_registry.find(ctx_dft);
+        drafter = it == dflash_registry.end() ? nullptr : it->second;
+    }
+    if (drafter && seq_id >= 0 && (uint32_t) seq_id < drafter->sequences()) {
+        try {
+            drafter->flush(&seq_id, 1);
+        } catch (const dflash_error &) {
+            drafter->rollback(seq_id, 0);
+        }
+    }
+}
+
+// bytes of features that wait for the next draft, all sequences together
+static const size_t DFLASH_KEEP_BYTES = (size_t) 1 << 30;
+
+static int32_t dflash_block_size(const llama_context * ctx_dft) {
+    const std::string block = ctx_dft ? dflash_meta(llama_get_model(ctx_dft), "dflash.block_size") : "";
+    return block.empty() ? 16 : std::atoi(block.c_str());
+}
+
 dflash_drafter::dflash_drafter(llama_context * ctx_tgt, llama_context * ctx_dft, uint32_t n_seq)
-    : ctx_tgt(ctx_tgt), ctx_dft(ctx_dft), n_seq(n_seq) {
+    : pace(n_seq, std::max(1, dflash_block_size(ctx_dft) - 1)), ctx_tgt(ctx_tgt), ctx_dft(ctx_dft), n_seq(n_seq) {
     if (!ctx_tgt || !ctx_dft) {
         throw dflash_error(DFLASH_E_ARGUMENT, "draft-dflash needs a target context and a draft context");
     }
@@ -60,8 +90,7 @@ dflash_drafter::dflash_drafter(llama_context * ctx_tgt, llama_context * ctx_dft,
     mask_token = llama_vocab_mask(vocab);
     n_pos_embd = llama_model_rope_type(model_dft) == LLAMA_ROPE_TYPE_MROPE ? 4 : 1;
 
-    const std::string block = dflash_meta(model_dft, "dflash.block_size");
-    n_block = block.empty() ? 16 : std::atoi(block.c_str());
+    n_block = dflash_block_size(ctx_dft);
     causal  = dflash_meta(model_dft, "dflash.attention.causal") == "true";
 
     // the pair check says all this with more words; here it guards callers that skipped it
@@ -92,6 +121,9 @@ dflash_drafter::dflash_drafter(llama_context * ctx_tgt, llama_context * ctx_dft,
 
     batch.reset(llama_batch_ext_init(ctx_dft));
 
+    pending.resize(n_seq);
+    set_window(0);
+
     causal_old = llama_get_causal_attn(ctx_dft);
 
     for (const int32_t id : target_layers) {
@@ -100,9 +132,16 @@ dflash_drafter::dflash_drafter(llama_context * ctx_tgt, llama_context * ctx_dft,
     // the selector's lattice travels in the nextn rows of all tokens; without a selector the logits are read
     llama_set_embeddings_nextn(ctx_dft, n_top_k > 0, /*masked =*/ n_top_k == 0);
     llama_set_causal_attn(ctx_dft, causal);
+
+    std::lock_guard<std::mutex> lock(dflash_registry_mutex);
+    dflash_registry[ctx_dft] = this;
 }
 
 dflash_drafter::~dflash_drafter() {
+    {
+        std::lock_guard<std::mutex> lock(dflash_registry_mutex);
+        dflash_registry.erase(ctx_dft);
+    }
     for (const int32_t id : target_layers) {
         llama_set_embeddings_layer_inp(ctx_tgt, (uint32_t) id, false);
     }
@@ -110,14 +149,41 @@ dflash_drafter::~dflash_drafter() {
     llama_set_causal_attn(ctx_dft, causal_old);
 }
 
-llama_pos dflash_drafter::pos_next(llama_seq_id seq_id) const {
+void dflash_drafter::set_window(int64_t n) {
+    const size_t n_bytes = target_layers.size() * (size_t) n_embd * sizeof(float) * n_seq;
+    const size_t n_chunk = std::min(llama_n_ubatch(ctx_dft), llama_n_batch(ctx_dft));
+
+    // the draft's windowed cache has a micro-batch of room to spare, which lets a text be cut back that far without loss
+    n_keep_max = n > 0 ? (size_t) n + n_chunk : n_chunk;
+    windowed   = n > 0 && n_keep_max <= DFLASH_KEEP_BYTES / n_bytes;
+    if (!windowed) {
+        n_keep_max = n_chunk;
+    }
+}
+
+llama_pos dflash_drafter::memory_next(llama_seq_id seq_id) const {
     return llama_memory_seq_pos_max(llama_get_memory(ctx_dft), seq_id) + 1;
 }
 
-void dflash_drafter::rollback(llama_seq_id seq_id, llama_pos pos) {
+void dflash_drafter::memory_cut(llama_seq_id seq_id, llama_pos pos) {
     llama_memory_t mem = llama_get_memory(ctx_dft);
     if (!llama_memory_seq_rm(mem, seq_id, pos, -1)) {
         llama_memory_seq_rm(mem, seq_id, -1, -1);
+    }
+}
+
+llama_pos dflash_drafter::pos_next(llama_seq_id seq_id) const {
+    const auto & k = pending[seq_id];
+    return k.n > 0 ? k.back() + 1 : memory_next(seq_id);
+}
+
+void dflash_drafter::rollback(llama_seq_id seq_id, llama_pos pos) {
+    auto & k = pending[seq_id];
+    while (k.n > 0 && k.back() >= pos) {
+        k.n--;
+    }
+    if (memory_next(seq_id) > pos) {
+        memory_cut(seq_id, pos);
     }
 }
 
@@ -126,14 +192,44 @@ void dflash_drafter::set_trace(dflash_trace_data * trace, dflash_tap * tap) {
     this->tap   = tap;
 }
 
+void dflash_drafter::keep(kept & k, llama_pos pos, const std::vector<const float *> & layers, int32_t i_batch) {
+    const size_t n_row = layers.size() * (size_t) n_embd;
+    if (k.n == k.cap) {
+        if (k.cap < n_keep_max) {
+            // grow, oldest row first
+            const size_t cap = std::min(n_keep_max, std::max<size_t>(2 * (size_t) n_block, 2 * k.cap));
+            std::vector<float>     data(cap * n_row);
+            std::vector<llama_pos> where(cap);
+            for (size_t i = 0; i < k.n; ++i) {
+                const size_t at = (k.first + i) % k.cap;
+                std::copy_n(k.data.data() + at * n_row, n_row, data.data() + i * n_row);
+                where[i] = k.pos[at];
+            }
+            k.data.swap(data);
+            k.pos .swap(where);
+            k.first = 0;
+            k.cap   = cap;
+        } else {
+            // only a windowed draft gets here: it will not look at the oldest row again
+            k.first = (k.first + 1) % k.cap;
+            k.n--;
+            k.gap = true;
+        }
+    }
+    const size_t at = (k.first + k.n) % k.cap;
+    for (size_t l = 0; l < layers.size(); ++l) {
+        std::copy_n(layers[l] + (size_t) i_batch * n_embd, n_embd, k.data.data() + at * n_row + l * n_embd);
+    }
+    k.pos[at] = pos;
+    k.n++;
+}
+
 void dflash_drafter::inject(const dflash_feature_row * rows, size_t n_rows) {
     if (n_rows == 0) {
         return;
     }
 
     const size_t n_layers = target_layers.size();
-    const size_t n_row    = n_layers * (size_t) n_embd;
-    const size_t n_chunk  = std::min(llama_n_ubatch(ctx_dft), llama_n_batch(ctx_dft));
 
     std::vector<const float *> layers(n_layers);
     for (size_t k = 0; k < n_layers; ++k) {
@@ -143,80 +239,181 @@ void dflash_drafter::inject(const dflash_feature_row * rows, size_t n_rows) {
         }
     }
 
-    // make each sequence end right before its first row
-    std::vector<bool> seen(n_seq, false);
+    std::vector<size_t> last(n_seq, 0); // index after the last row of each sequence
     for (size_t i = 0; i < n_rows; ++i) {
         const llama_seq_id seq_id = rows[i].seq_id;
         if (seq_id < 0 || (uint32_t) seq_id >= n_seq) {
             throw dflash_error(DFLASH_E_ARGUMENT, dflash_format("sequence %d is not one of the draft's %u", seq_id, n_seq));
         }
-        if (seen[seq_id]) {
-            continue;
-        }
-        seen[seq_id] = true;
-
-        const llama_pos next = pos_next(seq_id);
-        if (next > rows[i].pos) {
-            rollback(seq_id, rows[i].pos);
-        }
-        // M-RoPE positions may jump over an image, plain ones may not
-        if (n_pos_embd == 1 && pos_next(seq_id) != rows[i].pos) {
-            rollback(seq_id, 0);
-        }
+        last[seq_id] = i + 1;
     }
 
-    for (size_t beg = 0; beg < n_rows; beg += n_chunk) {
-        const size_t n = std::min(n_chunk, n_rows - beg);
+    std::vector<bool> seen(n_seq, false);
+    for (size_t i = 0; i < n_rows; ++i) {
+        const auto & row = rows[i];
+        auto & k = pending[row.seq_id];
 
-        features.resize(n * n_row);
-        llama_batch_ext_clear(batch.get());
-
-        for (size_t i = 0; i < n; ++i) {
-            const auto & row = rows[beg + i];
-
-            float * dst = features.data() + i * n_row;
-            for (size_t k = 0; k < n_layers; ++k) {
-                memcpy(dst + k * n_embd, layers[k] + (size_t) row.i_batch * n_embd, n_embd * sizeof(float));
-            }
-
-            const llama_pos pos[4] = { row.pos, row.pos, row.pos, 0 };
-            const int32_t   idx    = llama_batch_ext_add_embd(batch.get(), row.seq_id, { dst, 1, n_row });
-            if (idx < 0 || !llama_batch_ext_set_pos(batch.get(), idx, pos)) {
-                throw dflash_error(DFLASH_E_INTERNAL, dflash_format("feature row %zu of %zu does not fit the draft's batch (code %d)", beg + i, n_rows, idx));
+        if (!seen[row.seq_id]) {
+            seen[row.seq_id] = true;
+            // make the sequence end right before its first row
+            rollback(row.seq_id, row.pos);
+            // M-RoPE positions may jump over an image, plain ones may not
+            if (n_pos_embd == 1 && pos_next(row.seq_id) != row.pos) {
+                rollback(row.seq_id, 0);
+                k.gap = false;
             }
         }
-
-        const int32_t rc = llama_process(ctx_dft, LLAMA_PROCESS_TYPE_DECODE, batch.get());
-        if (rc != 0) {
-            throw dflash_error(rc == 1 ? DFLASH_E_MEMORY : DFLASH_E_DECODE,
-                    dflash_format("the draft could not take %zu feature rows at position %d (code %d)", n, rows[beg].pos, rc));
+        if (k.n == n_keep_max && !windowed) {
+            flush(&row.seq_id, 1);
         }
+        keep(k, row.pos, layers, row.i_batch);
     }
 }
 
-void dflash_drafter::draft(std::vector<dflash_request> & requests, float p_min) {
-    // as many whole blocks at a time as a micro-batch holds
-    const size_t n_fit = std::max<size_t>(1, std::min(llama_n_ubatch(ctx_dft), llama_n_batch(ctx_dft)) / n_block);
+void dflash_drafter::flush(const llama_seq_id * seq_ids, size_t n_ids) {
+    bool any = false;
+    for (size_t i = 0; i < n_ids; ++i) {
+        any = any || pending[seq_ids[i]].n > 0;
+    }
+    if (!any) {
+        return;
+    }
 
-    std::vector<dflash_request *> group;
+    const int64_t t_us = ggml_time_us();
+    try {
+        inject_kept(seq_ids, n_ids);
+    } catch (const dflash_error & err) {
+        // a draft without context is a weak draft, not a failure of the text
+        if (err.status == DFLASH_E_INTERNAL) {
+            throw;
+        }
+        n_features_lost++;
+        for (size_t i = 0; i < n_ids; ++i) {
+            rollback(seq_ids[i], 0);
+        }
+    }
+    for (size_t i = 0; i < n_ids; ++i) {
+        auto & k = pending[seq_ids[i]];
+        k.n   = 0;
+        k.gap = false;
+        if (k.cap > 8 * (size_t) n_block) {
+            k = kept(); // a prompt's worth of memory
+        }
+    }
+    t_inject_ms += 1e-3 * (double) (ggml_time_us() - t_us);
+}
+
+void dflash_drafter::inject_kept(const llama_seq_id * seq_ids, size_t n_ids) {
+    const size_t n_row   = target_layers.size() * (size_t) n_embd;
+    const size_t n_chunk = std::min(llama_n_ubatch(ctx_dft), llama_n_batch(ctx_dft));
+
+    size_t n = 0;
+    llama_pos pos_first = 0;
+    auto decode = [&] {
+        const int32_t rc = n == 0 ? 0 : llama_process(ctx_dft, LLAMA_PROCESS_TYPE_DECODE, batch.get());
+        if (rc != 0) {
+            throw dflash_error(rc == 1 ? DFLASH_E_MEMORY : DFLASH_E_DECODE,
+                    dflash_format("the draft could not take %zu feature rows at position %d (code %d)", n, pos_first, rc));
+        }
+        n_features += n;
+        n = 0;
+        llama_batch_ext_clear(batch.get());
+    };
+
+    features.resize(n_chunk * n_row);
+    llama_batch_ext_clear(batch.get());
+    for (size_t s = 0; s < n_ids; ++s) {
+        auto & k = pending[seq_ids[s]];
+        if (k.n == 0) {
+            continue;
+        }
+        // rows were dropped, or somebody changed the memory since: what it holds does not lead up to the first row
+        if (k.gap || (n_pos_embd == 1 && memory_next(seq_ids[s]) != k.front())) {
+            memory_cut(seq_ids[s], 0);
+        }
+        for (size_t i = 0; i < k.n; ++i) {
+            const size_t at = (k.first + i) % k.cap;
+            if (n == 0) {
+                pos_first = k.pos[at];
+            }
+            float * dst = features.data() + n * n_row;
+            std::copy_n(k.data.data() + at * n_row, n_row, dst);
+
+            const llama_pos pos[4] = { k.pos[at], k.pos[at], k.pos[at], 0 };
+            const int32_t   idx    = llama_batch_ext_add_embd(batch.get(), seq_ids[s], { dst, 1, n_row });
+            if (idx < 0 || !llama_batch_ext_set_pos(batch.get(), idx, pos)) {
+                throw dflash_error(DFLASH_E_INTERNAL, dflash_format("feature row %zu of %zu does not fit the draft's batch (code %d)", i, k.n, idx));
+            }
+            if (++n == n_chunk) {
+                decode();
+            }
+        }
+    }
+    decode();
+}
+
+void dflash_drafter::draft(std::vector<dflash_request> & requests, float p_min) {
     for (auto & req : requests) {
         req.tokens.clear();
         req.q.clear();
+        req.confidence.clear();
         req.invalid = false;
-        if (req.n_max <= 0) {
-            continue;
-        }
-        if (req.anchor < 0 || req.anchor >= n_vocab) {
+        if (req.n_max > 0 && (req.anchor < 0 || req.anchor >= n_vocab)) {
             throw dflash_error(DFLASH_E_ARGUMENT, dflash_format("anchor %d is not a token id (0 to %d)", req.anchor, n_vocab - 1));
         }
-        group.push_back(&req);
-        if (group.size() == n_fit) {
-            draft_group(group.data(), group.size(), p_min);
-            group.clear();
+    }
+
+    // who drafts in this round
+    std::vector<bool> drafts(requests.size(), true);
+    if (adaptive) {
+        std::vector<int32_t> seqs;
+        std::vector<bool>    fixed;
+        for (const auto & req : requests) {
+            seqs .push_back(req.seq_id);
+            fixed.push_back(req.fixed);
+        }
+        pace.begin(seqs, fixed, drafts);
+    }
+
+    const int64_t t_us = ggml_time_us();
+
+    std::vector<dflash_request *> group;
+    std::vector<llama_seq_id>     seq_ids;
+    for (size_t r = 0; r < requests.size(); ++r) {
+        if (drafts[r] && requests[r].n_max > 0) {
+            group  .push_back(&requests[r]);
+            seq_ids.push_back( requests[r].seq_id);
         }
     }
-    if (!group.empty()) {
-        draft_group(group.data(), group.size(), p_min);
+    if (group.empty()) {
+        return;
+    }
+    flush(seq_ids.data(), seq_ids.size());
+
+    // as many whole blocks at a time as a micro-batch holds
+    const size_t n_fit = std::max<size_t>(1, std::min(llama_n_ubatch(ctx_dft), llama_n_batch(ctx_dft)) / n_block);
+    for (size_t beg = 0; beg < group.size(); beg += n_fit) {
+        draft_group(group.data() + beg, std::min(n_fit, group.size() - beg), p_min);
+    }
+
+    if (!adaptive) {
+        return;
+    }
+    pace.drafted((int32_t) group.size(), 1e-3 * (double) (ggml_time_us() - t_us) + ms_extra);
+    ms_extra = 0.0;
+
+    std::vector<dflash_pace_block> blocks(group.size());
+    for (size_t b = 0; b < group.size(); ++b) {
+        blocks[b].seq        = group[b]->seq_id;
+        blocks[b].sampled    = group[b]->chain && !group[b]->greedy;
+        blocks[b].fixed      = group[b]->fixed;
+        blocks[b].confidence = group[b]->confidence;
+    }
+    pace.cut(blocks);
+    for (size_t b = 0; b < group.size(); ++b) {
+        const size_t n = std::min(group[b]->tokens.size(), (size_t) blocks[b].n);
+        group[b]->tokens.resize(n);
+        group[b]->q.resize(std::min(group[b]->q.size(), n));
     }
 }
 
@@ -244,9 +441,7 @@ void dflash_drafter::draft_group(dflash_request ** requests, size_t n_requests, 
         const auto & req = *requests[r];
 
         // features missing in between are bridged: the draft only loses context
-        if (pos_next(req.seq_id) > req.pos) {
-            rollback(req.seq_id, req.pos);
-        }
+        rollback(req.seq_id, req.pos);
         if (n_pos_embd == 1 && pos_next(req.seq_id) != req.pos) {
             rollback(req.seq_id, 0);
         }
@@ -315,15 +510,14 @@ void dflash_drafter::walk(dflash_request & req, const float * lattice, int32_t n
             req.invalid = true;
             return;
         }
-        if (p_min > 0.0f) {
-            float sum = 0.0f;
-            for (int32_t c = 0; c < n_top_k; ++c) {
-                sum += std::isnan(scores[c]) ? 0.0f : std::exp(scores[c] - scores[best]);
-            }
-            if (1.0f < p_min * sum) {
-                return;
-            }
+        float sum = 0.0f;
+        for (int32_t c = 0; c < n_top_k; ++c) {
+            sum += std::isnan(scores[c]) ? 0.0f : std::exp(scores[c] - scores[best]);
         }
+        if (1.0f < p_min * sum) {
+            return;
+        }
+        float confidence = 1.0f / sum;
         if (req.chain) {
             std::vector<llama_token> row_ids(n_top_k);
             for (int32_t c = 0; c < n_top_k; ++c) {
@@ -339,9 +533,11 @@ void dflash_drafter::walk(dflash_request & req, const float * lattice, int32_t n
             if (best < 0) {
                 return; // the chain left no candidate: nothing the target could accept either
             }
+            confidence = (float) *std::max_element(row.q.begin(), row.q.end());
             req.q.push_back(std::move(row));
         }
         req.tokens.push_back((llama_token) ids[best]);
+        req.confidence.push_back(confidence);
         pred = best;
     }
 }
@@ -353,10 +549,17 @@ void dflash_drafter::argmax(dflash_request & req, int32_t i_first, int32_t n_row
         if (!logits) {
             throw dflash_error(DFLASH_E_INTERNAL, "the draft returned no logits");
         }
-        int32_t best = -1;
+        int32_t best   = -1;
+        float   second = -INFINITY;
         for (int32_t i = 0; i < n_vocab; ++i) {
-            if (!std::isnan(logits[i]) && (best < 0 || logits[i] > logits[best])) {
-                best = i;
+            if (std::isnan(logits[i])) {
+                continue;
+            }
+            if (best < 0 || logits[i] > logits[best]) {
+                second = best < 0 ? second : logits[best];
+                best   = i;
+            } else if (logits[i] > second) {
+                second = logits[i];
             }
         }
         if (best < 0 || logits[best] == -INFINITY) {
@@ -381,6 +584,8 @@ void dflash_drafter::argmax(dflash_request & req, int32_t i_first, int32_t n_row
             req.q.push_back(std::move(row));
         }
         req.tokens.push_back(best);
+        // the lead over the next token says as much as a probability, which would need all of them
+        req.confidence.push_back(1.0f / (1.0f + std::exp(second - logits[best])));
     }
 }
 

@@ -74,6 +74,8 @@ struct dflash_session {
     std::vector<llama_token> ckpt_tokens;
 
     dflash_stats stats = {};
+    int64_t n_injected_old  = 0;   // of the drafter, when the statistics were reset
+    double  ms_inject_old   = 0.0;
 
     llama_batch batch = {}; // capacity batch_cap
     int32_t     batch_cap = 0;
@@ -172,33 +174,23 @@ void dflash_session::cut(llama_pos n_keep) {
         decode(ckpt_tokens.data(), n_again, ckpt_pos, false);
         stats.t_verify_ms += dflash_ms_since(t_us);
         stats.n_replayed  += n_again;
+        drafter->ms_extra += dflash_ms_since(t_us);
     }
 }
 
 // features of the first n_rows rows of the latest decode, which started at pos
 void dflash_session::inject(int32_t n_rows, llama_pos pos) {
-    const int64_t t_us = ggml_time_us();
-
     rows.resize(n_rows);
     for (int32_t i = 0; i < n_rows; ++i) {
         rows[i] = { i, pos + i, 0 };
     }
-    try {
-        drafter->inject(rows.data(), rows.size());
-        stats.n_injected += n_rows;
-    } catch (const dflash_error & err) {
-        // a draft without context is a weak draft, not a failure of the text
-        if (err.status == DFLASH_E_ARGUMENT || err.status == DFLASH_E_INTERNAL) {
-            throw;
-        }
-        drafter->rollback(0, 0);
-    }
-    stats.t_inject_ms += dflash_ms_since(t_us);
+    drafter->inject(rows.data(), rows.size());
 }
 
 void dflash_session::prompt(const llama_token * tokens, int32_t n_tokens) {
     cut(n_past);
     rng_seeded = false;
+    drafter->pace.restart(0);
 
     for (int32_t beg = 0; beg < n_tokens; beg += batch_cap) {
         const int32_t n    = std::min(batch_cap, n_tokens - beg);
@@ -270,6 +262,7 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
     req.chain  = nullptr;
     req.rng    = &rng;
     req.greedy = false;
+    req.fixed  = false;
     req.tokens.clear();
     req.q.clear();
 
@@ -284,8 +277,10 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
         req.greedy = verify == DFLASH_VERIFY_AUTO && overlap.prefer_greedy();
     }
 
+    const bool paced = drafter->adaptive && req.n_max > 0;
     if (req.n_max > 0) {
-        const int64_t t_us = ggml_time_us();
+        const int64_t t_us      = ggml_time_us();
+        const double  ms_inject = drafter->ms_inject();
         trace.n_pos = 0;
         trace.draft.clear();
         try {
@@ -309,7 +304,8 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
             }
         }
         trace.draft = req.tokens;
-        stats.t_draft_ms += dflash_ms_since(t_us);
+        stats.t_draft_ms += dflash_ms_since(t_us) - (drafter->ms_inject() - ms_inject);
+        stats.n_skipped  += paced && req.tokens.empty() && !req.invalid;
     }
     const int32_t n_drafted = (int32_t) req.tokens.size();
 
@@ -332,7 +328,8 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
         ckpt_pos = -1;
     }
     decode(block.data(), (int32_t) block.size(), n_past, true);
-    stats.t_verify_ms += dflash_ms_since(t_us);
+    const double ms_verify = dflash_ms_since(t_us);
+    stats.t_verify_ms += ms_verify;
 
     t_us = ggml_time_us();
     n_accepted = (int32_t) dflash_verify_match(req.tokens.data(), req.tokens.size(), DFLASH_EOG_STOP,
@@ -340,6 +337,10 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
             [&](llama_token id) { return llama_vocab_is_eog(vocab, id); },
             text);
     stats.t_sample_ms += dflash_ms_since(t_us);
+    if (paced) {
+        drafter->pace.verified((int32_t) block.size(), ms_verify);
+        drafter->pace.accepted(0, n_accepted, n_drafted);
+    }
 
     // Tokens of the text before its last one are in the target's memory now. If the block ended with an accepted
     // end-of-generation token, that token is the last one and does not count yet.
@@ -451,6 +452,7 @@ dflash_params dflash_params_default(void) {
     res.type_k       = -1;
     res.type_v       = -1;
     res.flash_attn   = LLAMA_FLASH_ATTN_TYPE_AUTO;
+    res.adaptive     = true;
     return res;
 }
 
@@ -542,6 +544,8 @@ int dflash_session_open(llama_context * target, const char * draft_path, const d
         }
 
         s->drafter.reset(new dflash_drafter(target, s->ctx_dft.get(), 1));
+        s->drafter->set_window(facts.n_window);
+        s->drafter->adaptive = p.adaptive;
         if (p.trace) {
             s->drafter->set_trace(&s->trace, &s->tap);
         }
@@ -578,9 +582,14 @@ int dflash_session_rollback(dflash_session * session, int32_t n_keep) {
         session->cut(n_keep);
         session->n_past     = n_keep;
         session->rng_seeded = false;
-        if (session->drafter->pos_next(0) > n_keep) {
-            session->drafter->rollback(0, n_keep);
-        }
+        session->drafter->rollback(0, n_keep);
+    });
+}
+
+int dflash_session_set_adaptive(dflash_session * session, bool adaptive) {
+    return dflash_guard([&] {
+        dflash_need(session != nullptr, "no session");
+        session->drafter->adaptive = adaptive;
     });
 }
 
@@ -616,6 +625,9 @@ int dflash_session_decoded(dflash_session * session, int32_t n_tokens) {
         session->rng_seeded = false;
         session->n_latest = n_tokens;
         session->stats.n_prompt += n_tokens;
+        if (n_tokens > 1) {
+            session->drafter->pace.restart(0);
+        }
         session->inject(n_tokens, end - n_tokens);
         session->n_past = end;
     });
@@ -641,6 +653,12 @@ int dflash_session_stats(const dflash_session * session, dflash_stats * stats) {
         dflash_need(session && stats, "dflash_session_stats needs a session and a struct");
         dflash_need(stats->size == sizeof(dflash_stats), "dflash_stats.size does not match this library");
         *stats = session->stats;
+        const auto & drafter = *session->drafter;
+        stats->n_injected    = drafter.n_injected() - session->n_injected_old;
+        stats->t_inject_ms   = drafter.ms_inject()  - session->ms_inject_old;
+        stats->pace_plain_ms = drafter.pace.plain_ms();
+        stats->pace_draft_ms = drafter.pace.draft_ms();
+        stats->pace_gain_ms  = drafter.pace.gain(0);
         stats->n_visited   = session->overlap.n_total       - session->overlap_stats.n_total;
         stats->sum_overlap = session->overlap.total_sampled - session->overlap_stats.total_sampled;
         stats->sum_top     = session->overlap.total_greedy  - session->overlap_stats.total_greedy;
@@ -652,6 +670,8 @@ int dflash_session_stats_reset(dflash_session * session) {
         dflash_need(session != nullptr, "no session");
         session->stats      = {};
         session->stats.size = sizeof(dflash_stats);
+        session->n_injected_old = session->drafter->n_injected();
+        session->ms_inject_old  = session->drafter->ms_inject();
         session->overlap_stats = session->overlap;
     });
 }

@@ -1,0 +1,118 @@
+"""How many tokens to draft: never slower than plain, close to the best fixed length, and unbiased.
+
+`pace.cpp` drives the rule in simulated time, so nothing here depends on the machine. Loss against
+plain decoding comes from tries and from learning costs; the bound is 3 percent (2 in most cases).
+
+Bias: 200,000 blocks of a toy target and draft, G-tests of the first token (3 degrees of freedom)
+and of pairs (15) at 1e-6. The planted faults move several percent of the mass and give G above
+1000.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = np.array(
+    [[0.55, 0.25, 0.15, 0.05], [0.10, 0.60, 0.20, 0.10], [0.25] * 4, [0.70, 0.10, 0.10, 0.10]]
+)
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    source = ROOT / "patches" / "overlay" / "dflash" / "src"
+    out = tmp_path_factory.mktemp("native") / "pace"
+    command = [
+        compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{source}",
+        Path(__file__).with_name("pace.cpp"), source / "dflash-pace.cpp", "-o", out,
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return out
+
+
+def run(program: Path, *args: object) -> dict[str, Any]:
+    done = subprocess.run(
+        [program, *map(str, args)], capture_output=True, text=True, check=True, timeout=120
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+# sequences, longest draft, ms of a draft, ms of a pass, ms per further row, chance, its spread
+CASES = {
+    "good": (1, 7, 6, 12, 0.8, 0.8, 0.2),
+    "middling": (1, 7, 6, 12, 0.8, 0.5, 0.3),
+    "flat": (1, 7, 6, 12, 0.8, 0.6, 0.0),
+    "break-even": (1, 7, 6, 12, 0.8, 0.45, 0.1),
+    "cheap draft": (1, 7, 2, 12, 0.8, 0.5, 0.3),
+    "cheap rows, long block": (1, 15, 1, 30, 0.1, 0.8, 0.2),
+    "dear rows": (1, 7, 3, 12, 6.0, 0.8, 0.2),
+    "two": (2, 7, 4, 12, 0.5, 0.7, 0.3),
+    "eight": (8, 7, 6, 12, 0.8, 0.7, 0.3),
+    "sixteen": (16, 7, 6, 12, 0.8, 0.5, 0.3),
+    "thirty-two": (32, 7, 6, 12, 1.2, 0.7, 0.3),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_never_slower_and_close_to_the_best_fixed_length(program: Path, case: str) -> None:
+    result = run(program, "speed", *CASES[case])
+    assert result["adaptive"] > 0.98 * result["plain"]
+    assert result["adaptive"] > 0.96 * result["best"]
+
+
+@pytest.mark.parametrize("n", [1, 4, 32])
+def test_a_dead_draft_costs_next_to_nothing_and_is_reported(program: Path, n: int) -> None:
+    result = run(program, "speed", n, 7, 6, 12, 0.8, 0.0, 0.0)
+    assert result["adaptive"] > 0.98 * result["plain"]
+    assert result["gave_up"]
+
+
+def test_a_draft_that_pays_is_never_given_up(program: Path) -> None:
+    assert not run(program, "speed", *CASES["good"])["gave_up"]
+
+
+def test_recovers_when_the_text_becomes_easy(program: Path) -> None:
+    result = run(program, "switch", 1, 7, 6, 12, 0.8, 0.8, 0.2)
+    assert result["before"] > 0.97
+    assert result["adaptive"] > 0.93 * result["best"]
+
+
+def g_statistic(counts: list[int], expected: np.ndarray) -> float:
+    seen = np.array(counts, float)
+    wanted = expected.ravel() * seen.sum()
+    used = seen > 0
+    return float(2 * (seen[used] * np.log(seen[used] / wanted[used])).sum())
+
+
+def bias(program: Path, fault: str) -> tuple[dict[str, Any], float, float]:
+    result = run(program, "bias", fault, 7, 200_000)
+    first = g_statistic(result["first"], TARGET[0])
+    return result, first, g_statistic(result["pairs"], TARGET[0][:, None] * TARGET)
+
+
+def test_lengths_leave_the_distribution_alone(program: Path) -> None:
+    result, first, pairs = bias(program, "none")
+    assert result["drafted"] > 100_000
+    assert result["cut"] > 20_000  # else nothing was tested
+    assert first < chi2.isf(1e-6, 3)
+    assert pairs < chi2.isf(1e-6, 15)
+
+
+@pytest.mark.parametrize("fault", ["drawn", "later"])
+def test_a_length_that_looks_at_the_dropped_token_is_found(program: Path, fault: str) -> None:
+    _, first, pairs = bias(program, fault)
+    assert max(first, pairs) > 300
