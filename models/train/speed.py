@@ -1,4 +1,6 @@
-"""Tokens per second of llama-server for several draft lengths, unpatched and ours, in one run.
+"""Tokens per second of llama-server by draft length, unpatched and ours, in one run.
+
+The last row lets our server choose the length in every round (`--spec-draft-adaptive on`).
 
 Held-out prompts, greedy, one request at a time; the servers take turns prompt by prompt. Needs the
 installed package (`make build`) and, for the comparison, `make stock`.
@@ -45,19 +47,24 @@ def measure(args: argparse.Namespace) -> str:
         str(args.threads),
         "--metrics",
     ]
+    adaptive = max(args.lengths) + 1  # stands for the last row
     lanes: dict[tuple[str, int], Lane] = {}
     with ExitStack() as stack:
-        for length in (0, *args.lengths):
+        for length in (0, *args.lengths, adaptive):
             draft = [
                 "-md",
                 str(args.draft),
                 "--spec-type",
                 SPEC_TYPE,
                 "--spec-draft-n-max",
-                str(length),
+                str(min(length, max(args.lengths))),
             ]
             for build, program in builds.items():
+                if length == adaptive and build == "stock":
+                    continue
                 arguments = common + (draft if length else [])
+                if length and build == "ours":
+                    arguments += ["--spec-draft-adaptive", "on" if length == adaptive else "off"]
                 server = stack.enter_context(LlamaServer(arguments, program=program))
                 lanes[build, length] = Lane(f"{build} {length}", server)
         run_lanes(
@@ -69,9 +76,12 @@ def measure(args: argparse.Namespace) -> str:
     first = lanes[next(iter(builds)), 0]
     head = "".join(f" {b}: tokens/s | ratio | accepted | same text |" for b in builds)
     lines = [f"| drafted |{head}", "| --: |" + " --: | --: | --: | --: |" * len(builds)]
-    for length in (0, *args.lengths):
-        cells = [str(length)]
+    for length in (0, *args.lengths, adaptive):
+        cells = ["adaptive" if length == adaptive else str(length)]
         for build in builds:
+            if (build, length) not in lanes:
+                cells += [""] * 4
+                continue
             lane = lanes[build, length]
             ratio, accepted = speed_ratio(lane, first), lane.mean_accepted_length
             same = same_tokens(lane, lanes[build, 0])

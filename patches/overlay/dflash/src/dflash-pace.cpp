@@ -30,7 +30,7 @@ void dflash_cost::add(int32_t size, double ms) {
         e.ms = ms;
     } else {
         // a pause of the machine says nothing about the work
-        const double x     = std::min(ms, 2.0 * e.ms);
+        const double x     = std::min(ms, (e.n < 4 ? 2.0 : 1.3) * e.ms);
         const double alpha = std::max(COST_ALPHA, 1.0 / (e.n + 1));
         e.ms += alpha * (x - e.ms);
     }
@@ -145,7 +145,7 @@ void dflash_pace::begin(const std::vector<int32_t> & seqs, const std::vector<boo
 
     // learn what both kinds of round cost before any choice
     const int32_t n = (int32_t) seqs.size();
-    const bool first_plain = cost_verify.seen(n + n * n_draft_max, 1) && !cost_verify.seen(n, 2) && n_drafts > 0;
+    const bool first_plain = last_drafted && !cost_verify.seen(n, 2);
     const bool learn_plain = first_plain || ++n_since_plain >= (speed < 1.25 ? PLAIN_EVERY : 4 * PLAIN_EVERY);
 
     bool any = false;
@@ -184,6 +184,7 @@ void dflash_pace::begin(const std::vector<int32_t> & seqs, const std::vector<boo
     if (std::none_of(drafts.begin(), drafts.end(), [](bool d) { return d; })) {
         n_since_plain = 0;
     }
+    last_drafted = std::any_of(drafts.begin(), drafts.end(), [](bool d) { return d; });
     n_off = any || learn_plain ? 0 : n_off + 1;
 }
 
@@ -207,8 +208,9 @@ const dflash_pace::rate & dflash_pace::bucket(bool sampled, int32_t position, fl
 
 double dflash_pace::chance(const sequence & s, bool sampled, int32_t position, float confidence) const {
     const rate & r = bucket(sampled, position, confidence);
-    // a sampled draft is accepted with sum of min(p, q), rarely below its largest q; a greedy one with p of its token
-    const double prior = sampled ? 0.5 + 0.4 * confidence : 0.9 * confidence;
+    // before a confidence was seen often: what others at this position were worth, in proportion
+    const rate & t = totals[sampled][std::min<int32_t>(position, N_POSITION - 1)];
+    const double prior = std::min(0.99, (t.hits + PRIOR_WEIGHT * 0.45) / (t.n + PRIOR_WEIGHT * 0.5) * confidence);
     const double base  = (r.hits + PRIOR_WEIGHT * prior) / (r.n + PRIOR_WEIGHT);
     const double text  = (s.hits + 16.0) / (s.expected + 16.0);
     return std::min(0.999, std::max(0.001, base * text));
@@ -341,17 +343,17 @@ void dflash_pace::cut(std::vector<dflash_pace_block> & list) {
             reach *= s.chance[i];
             saved += reach * t_plain;
         }
-        saved -= cost_verify.at(base + block.n) - cost_verify.at(base);
-        saved  = std::max(saved, 0.0);
+        saved = std::max(0.0, saved - std::max(0.0, cost_verify.at(base + block.n) - cost_verify.at(base)));
 
         if (!gain_known) {
             gain_known = true;
             gain_mean  = saved;
             for (auto & other : sequences) {
-                other.gain = saved;
-                other.trial = 16;
+                other.gain  = saved;
+                other.trial = 2 * TRIAL_ROUNDS;
             }
         }
+        n_gains++;
         const double d = draft_ms();
         if (s.probing) {
             if (saved > d) {
@@ -365,7 +367,7 @@ void dflash_pace::cut(std::vector<dflash_pace_block> & list) {
         if (s.gain > d) {
             s.interval = 0;
         }
-        gain_mean += 0.02 * (saved - gain_mean);
+        gain_mean += std::max(0.02, 1.0 / (n_gains + 1)) * (saved - gain_mean);
     }
 }
 
@@ -396,6 +398,13 @@ void dflash_pace::accepted(int32_t seq, int32_t n_accepted, int32_t n_verified) 
         const double text = (s.hits + 16.0) / (s.expected + 16.0);
         r.hits += hit;
         r.n    += 1.0;
+        auto & t = totals[s.sampled][std::min<int32_t>(i, N_POSITION - 1)];
+        if (t.n > RATE_MEMORY) {
+            t.hits *= 0.995;
+            t.n    *= 0.995;
+        }
+        t.hits += hit;
+        t.n    += s.confidence[i]; // of the totals: the sum of confidences
         s.hits     = 0.99 * s.hits     + hit;
         s.expected = 0.99 * s.expected + s.chance[i] / text;
     }

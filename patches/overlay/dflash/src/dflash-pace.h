@@ -118,7 +118,8 @@ private:
     dflash_cost cost_draft;
     dflash_cost cost_verify;
 
-    rate rates[2][N_POSITION][N_BUCKET]; // [sampled][position][confidence]
+    rate rates [2][N_POSITION][N_BUCKET]; // [sampled][position][confidence]
+    rate totals[2][N_POSITION];           // n: sum of confidences
 
     // of the round
     std::vector<int32_t> members;
@@ -129,7 +130,9 @@ private:
     double  tokens   = 0.0;
     int32_t explore  = 0;    // by how much lengths are changed to learn
     bool    probing  = false;
+    bool    last_drafted = false;
 
+    int64_t n_gains       = 0;
     int32_t n_since_plain = 0;
     double  probe_ms      = 0.0; // time that tries may take
 
