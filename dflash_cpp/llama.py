@@ -39,7 +39,8 @@ class DFlashLlama(TargetMemory):
 
     Args:
         model_path: GGUF file of the target.
-        draft_path: GGUF file of the draft.
+        draft_path: GGUF file of the draft; not looked at where speculation never applies
+            (`vocab_only`, `embedding`, `logits_all`), so that any target can be opened.
         n_draft: Tokens to draft per round, 1 to block - 1; None for block - 1.
         p_min: Stop a draft before the first token less probable than this, 0 to 1.
         verify: How a sampled text is verified: `auto` (rejection sampling where the request has a
@@ -98,7 +99,8 @@ class DFlashLlama(TargetMemory):
         self.last_token_drafted = False
 
         llama_cpp._logger.set_verbose(kwargs.get("verbose", True))
-        check_pair(model_path, draft_path)
+        if self._off is None:
+            check_pair(model_path, draft_path)
         if speculate and self._off is None:
             block = _libs.gguf_uint32(self._draft_path, "dflash.block_size")
             self._n_rs_seq = _options.snapshots(n_draft, block, kwargs)

@@ -234,6 +234,19 @@ def test_embeddings_and_vocab_only(files: tuple[Path, Path], open_llama: Any) ->
     assert words.detokenize(words.tokenize(b"the fox", add_bos=False)) == b"the fox"
 
 
+def test_any_target_opens_where_no_draft_is_used(
+    files: tuple[Path, Path], open_llama: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A bare vocabulary or an embedding model fits no draft, and needs none."""
+    from dflash_cpp import DFlashPairError
+
+    other = make_files(tmp_path_factory.mktemp("other"), "qwen3")[0]
+    with pytest.raises(DFlashPairError):
+        open_llama(model_path=other, draft_path=files[0])
+    for option in ("vocab_only", "embedding", "logits_all"):
+        assert open_llama(model_path=other, draft_path=files[0], **{option: True}).n_draft is None
+
+
 def test_plain_is_said_once(
     open_llama: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
