@@ -47,7 +47,7 @@ class DemoOptions:
         checkpoint: Draft checkpoint; None for the project's own.
         work_dir: Where converted files are kept.
         stock_server: Unpatched llama-server; None for build/stock of the checkout.
-        n_draft: Tokens per round; None for block - 1.
+        n_draft: Tokens per round at most; None for each server's own default.
         n_predict, repeat: Tokens per answer, repetitions of each.
         threads: CPU threads; None for `default_threads()`.
     """
@@ -218,7 +218,9 @@ def _run_type(
 ) -> TypeResult:
     threads = options.threads or default_threads()
     n_draft = options.n_draft or block_size(draft) - 1
-    pair = PairOptions(target, draft, n_draft=n_draft, n_ctx=_CONTEXT, threads=threads)
+    pair = PairOptions(
+        target, draft, n_draft=n_draft, n_ctx=_CONTEXT, threads=threads, adaptive=False
+    )
     with open_pair(pair) as llm:
         encoded = [encode_prompt(llm, p.text) for p in options.prompts]
         parity = _parity(llm, kind, options, console)
@@ -256,7 +258,8 @@ def _start_lanes(
     common = ["-m", str(result.target), "-c", str(_CONTEXT), "-np", "1", "--metrics"]
     common += ["-t", str(threads)]
     spec = ["-md", str(result.draft), "--spec-type", SPEC_TYPE]
-    spec += ["--spec-draft-n-max", str(result.n_draft)]
+    if options.n_draft is not None:  # else as users start it: stock drafts 3, ours what pays
+        spec += ["--spec-draft-n-max", str(options.n_draft)]
     lanes = []
     stock = options.stock_server or _stock_server()
     if stock is None or not stock.exists():

@@ -111,8 +111,8 @@ def run_lanes(
         repeat: Repetitions.
         on_answer: Called after each of the repeat * len(prompts) * len(lanes) answers.
     """
-    for lane in lanes:  # page in the weights and build the graphs; not counted
-        ask(lane.server, prompts[0], 8)
+    for lane in lanes:  # page in the weights, build the graphs, learn costs; not counted
+        ask(lane.server, prompts[0], 32)
     before = [lane.server.metrics() for lane in lanes]
     turn = 0
     for _ in range(repeat):

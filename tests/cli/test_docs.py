@@ -17,8 +17,7 @@ MAKE = re.compile(r"`make ([a-z.-]+)|^    make ([a-z.-]+)", re.MULTILINE)
 
 
 def pages(root: Path) -> list[Path]:
-    own = ("run.md", "server.md", "parity.md", "convert.md")
-    return [root / "README.md", root / "CHANGELOG.md", *(root / "docs" / name for name in own)]
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
 
 
 def typed(root: Path, program: str) -> list[list[str]]:

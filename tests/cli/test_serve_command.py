@@ -105,7 +105,7 @@ def test_the_command_passes_its_arguments_untouched(
     done = command("serve", *arguments)
     assert done.code == 0
     assert done.out == ""
-    assert "drafting 15 tokens per round" in done.err
+    assert "drafting up to 15 tokens per round" in done.err
     assert list(started[0].argv) == [PROGRAM, "-m", t, "-md", d, *DEFAULTS, "-np", "4", "-mg", "0",
                                      "-ngl", "99", "-fa", "on", "--jinja"]  # fmt: skip
     command("serve", "--", "--help")

@@ -2,6 +2,8 @@
 //
 // pace speed  B n_max draft plain row chance spread [rounds]   tokens per ms: adaptive, plain, and the best fixed length
 // pace switch ...                                              the draft is hopeless first and good later
+// pace crowd ...                                               the number of sequences changes all the time, and one more row
+//                                                              that belongs to nobody is verified now and then
 // pace bias   fault seed trials                                counts of the token behind the anchor, and of pairs
 
 #include "dflash-pace.h"
@@ -53,9 +55,14 @@ static double best_fixed(const world & w) {
 }
 
 // tokens per ms of `rounds` rounds; a new text every 100 rounds
-static double run(dflash_pace & pace, world & w, int rounds) {
-    double ms = 0.0, tokens = 0.0;
+static double run(dflash_pace & pace, world & w, int rounds, bool crowd = false, double * plain = nullptr) {
+    double ms = 0.0, tokens = 0.0, plain_ms = 0.0, plain_tokens = 0.0;
+    const int n_seq_max = w.n_seq;
     for (int r = 0; r < rounds; ++r) {
+        if (crowd && r % 20 == 0) {
+            w.n_seq = 1 + (int) (w.uniform() * n_seq_max);
+        }
+        const int n_extra = crowd && w.n_seq < n_seq_max && r % 40 < 10;
         std::vector<int32_t> seqs;
         for (int s = 0; s < w.n_seq; ++s) {
             seqs.push_back(s);
@@ -82,6 +89,8 @@ static double run(dflash_pace & pace, world & w, int rounds) {
             }
             blocks.push_back(block);
         }
+        plain_ms     += w.cost_verify(w.n_seq + n_extra);
+        plain_tokens += w.n_seq;
         int rows = w.n_seq;
         if (!blocks.empty()) {
             const double t = w.cost_draft((int) blocks.size()) * w.jitter();
@@ -96,6 +105,7 @@ static double run(dflash_pace & pace, world & w, int rounds) {
                 exit(1);
             }
         }
+        rows += n_extra;
         const double t = w.cost_verify(rows) * w.jitter();
         ms += t;
         pace.verified(rows, t);
@@ -108,6 +118,10 @@ static double run(dflash_pace & pace, world & w, int rounds) {
             tokens += n;
             pace.accepted(blocks[b].seq, n, blocks[b].n);
         }
+    }
+    w.n_seq = n_seq_max;
+    if (plain) {
+        *plain = plain_tokens / plain_ms;
     }
     return tokens / ms;
 }
@@ -232,8 +246,10 @@ int main(int argc, char ** argv) {
         bad.spread = 0.0;
         before = run(pace, bad, 2000) / fixed_rate(bad, 0);
     }
-    const double rate = run(pace, w, rounds);
-    printf("{\"adaptive\": %.6f, \"plain\": %.6f, \"best\": %.6f, \"before\": %.6f, \"gave_up\": %s}\n", rate, fixed_rate(w, 0), best_fixed(w),
+    double plain = fixed_rate(w, 0);
+    const bool crowd = !strcmp(argv[1], "crowd");
+    const double rate = run(pace, w, rounds, crowd, crowd ? &plain : nullptr);
+    printf("{\"adaptive\": %.6f, \"plain\": %.6f, \"best\": %.6f, \"before\": %.6f, \"gave_up\": %s}\n", rate, plain, best_fixed(w),
             before, pace.gave_up() ? "true" : "false");
     return 0;
 }

@@ -74,6 +74,15 @@ def test_never_slower_and_close_to_the_best_fixed_length(program: Path, case: st
     assert result["adaptive"] > 0.96 * result["best"]
 
 
+@pytest.mark.parametrize("case", ["good", "middling", "break-even", "dear rows"])
+@pytest.mark.parametrize("n", [4, 16])
+def test_slots_that_come_and_go(program: Path, case: str, n: int) -> None:
+    result = run(program, "crowd", n, *CASES[case][1:])
+    assert result["adaptive"] > 0.98 * result["plain"]
+    if case == "good" and n == 4:
+        assert result["adaptive"] > 1.2 * result["plain"]
+
+
 @pytest.mark.parametrize("n", [1, 4, 32])
 def test_a_dead_draft_costs_next_to_nothing_and_is_reported(program: Path, n: int) -> None:
     result = run(program, "speed", n, 7, 6, 12, 0.8, 0.0, 0.0)

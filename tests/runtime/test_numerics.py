@@ -286,7 +286,8 @@ def test_a_draft_that_sees_everything_takes_everything(
 ) -> None:
     from our_pair import OurPair
 
-    pair = make_pair("qwen3", layer_types=("full_attention", "sliding_attention"), sliding_window=24)
+    layers = ("full_attention", "sliding_attention")
+    pair = make_pair("qwen3", layer_types=layers, sliding_window=24)
     text = random_ids(200)
     job = {"target": pair.target, "draft": pair.draft, "kv": "f32", "n_batch": 32}
     with OurPair(job) as ours:

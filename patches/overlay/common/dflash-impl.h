@@ -13,6 +13,16 @@ inline bool dflash_speculative_applies(const common_params_speculative & params)
     return params.draft.ctx_dft && llama_model_dflash_selector_top_k(llama_get_model(params.draft.ctx_dft)) > 0;
 }
 
+// A draft pass is one block per sequence, and features can come in small portions: a micro-batch of the target's size would
+// reserve memory for the logits of all its rows.
+inline void dflash_context_params(llama_context_params & cparams, const llama_model * model) {
+    if (llama_model_dflash_selector_top_k(model) > 0) {
+        const uint32_t n = dflash_micro_batch(dflash_block_size(model), std::max<uint32_t>(1, cparams.n_seq_max));
+        cparams.n_ubatch = n;
+        cparams.n_batch  = n;
+    }
+}
+
 struct dflash_speculative_impl : public common_speculative_impl {
     common_params_speculative_draft params;
 
@@ -75,8 +85,10 @@ struct dflash_speculative_impl : public common_speculative_impl {
             return true;
         }
 
-        // the pass was the verification of the latest drafts if it has their rows and no others
-        if (t_round > 0 && batch.size() == drafter->pace.n_rows()) {
+        // the pass was the verification of the latest drafts if it has their rows; slots that cannot draft may have joined
+        // with a row each, a piece of a prompt would be another kind of work
+        const int32_t n_rows = drafter->pace.n_rows();
+        if (t_round > 0 && batch.size() >= n_rows && batch.size() < n_rows + (int32_t) n_seq) {
             llama_synchronize(params.ctx_tgt);
             drafter->pace.verified(batch.size(), 1e-3 * (double) (ggml_time_us() - t_round));
         }

@@ -1,6 +1,7 @@
 #include "dflash-draft.h"
 
 #include "dflash-error.h"
+#include "dflash.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -62,13 +63,18 @@ void dflash_flush(llama_context * ctx_dft, llama_seq_id seq_id) {
 // bytes of features that wait for the next draft, all sequences together
 static const size_t DFLASH_KEEP_BYTES = (size_t) 1 << 30;
 
-static int32_t dflash_block_size(const llama_context * ctx_dft) {
-    const std::string block = ctx_dft ? dflash_meta(llama_get_model(ctx_dft), "dflash.block_size") : "";
+int32_t dflash_block_size(const llama_model * model) {
+    const std::string block = dflash_meta(model, "dflash.block_size");
     return block.empty() ? 16 : std::atoi(block.c_str());
 }
 
+uint32_t dflash_micro_batch(int32_t n_block, uint32_t n_seq) {
+    const uint32_t n = (uint32_t) std::max(2, std::min(n_block, DFLASH_MAX_DRAFT + 1));
+    return std::max(64u, n * std::min(n_seq, 512u / n));
+}
+
 dflash_drafter::dflash_drafter(llama_context * ctx_tgt, llama_context * ctx_dft, uint32_t n_seq)
-    : pace(n_seq, std::max(1, dflash_block_size(ctx_dft) - 1)), ctx_tgt(ctx_tgt), ctx_dft(ctx_dft), n_seq(n_seq) {
+    : pace(n_seq, ctx_dft ? std::max(1, dflash_block_size(llama_get_model(ctx_dft)) - 1) : 1), ctx_tgt(ctx_tgt), ctx_dft(ctx_dft), n_seq(n_seq) {
     if (!ctx_tgt || !ctx_dft) {
         throw dflash_error(DFLASH_E_ARGUMENT, "draft-dflash needs a target context and a draft context");
     }
@@ -90,7 +96,7 @@ dflash_drafter::dflash_drafter(llama_context * ctx_tgt, llama_context * ctx_dft,
     mask_token = llama_vocab_mask(vocab);
     n_pos_embd = llama_model_rope_type(model_dft) == LLAMA_ROPE_TYPE_MROPE ? 4 : 1;
 
-    n_block = dflash_block_size(ctx_dft);
+    n_block = dflash_block_size(model_dft);
     causal  = dflash_meta(model_dft, "dflash.attention.causal") == "true";
 
     // the pair check says all this with more words; here it guards callers that skipped it

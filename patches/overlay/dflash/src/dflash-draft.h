@@ -66,6 +66,12 @@ struct dflash_tap {
     static bool callback(struct ggml_tensor * t, bool ask, void * user_data); // ggml_backend_sched_eval_callback
 };
 
+// tokens in the draft model's block, the anchor included
+int32_t dflash_block_size(const llama_model * model);
+
+// rows that a draft context of so many sequences should decode at once
+uint32_t dflash_micro_batch(int32_t n_block, uint32_t n_seq);
+
 class dflash_drafter {
 public:
     // turns on feature extraction in the target and the settings the draft context needs

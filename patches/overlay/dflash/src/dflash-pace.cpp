@@ -41,6 +41,23 @@ bool dflash_cost::seen(int32_t size, int32_t times) const {
     return size >= 0 && (size_t) size < table.size() && table[size].n >= times;
 }
 
+bool dflash_cost::known(int32_t size) const {
+    if (seen(size, 2)) {
+        return true;
+    }
+    int32_t lo = 0;
+    for (int32_t i = 1; i < (int32_t) table.size(); ++i) {
+        if (table[i].n < 2) {
+            continue;
+        }
+        if (i > size) {
+            return lo > 0 && i <= 4 * lo;
+        }
+        lo = i;
+    }
+    return false;
+}
+
 double dflash_cost::at(int32_t size) const {
     int32_t lo = -1;
     int32_t hi = -1;
@@ -145,7 +162,8 @@ void dflash_pace::begin(const std::vector<int32_t> & seqs, const std::vector<boo
 
     // learn what both kinds of round cost before any choice
     const int32_t n = (int32_t) seqs.size();
-    const bool first_plain = last_drafted && !cost_verify.seen(n, 2);
+    const bool first_plain = last_drafted && n_learn > 0 && !cost_verify.known(n);
+    n_learn -= first_plain;
     const bool learn_plain = first_plain || ++n_since_plain >= (speed < 1.25 ? PLAIN_EVERY : 4 * PLAIN_EVERY);
 
     bool any = false;
@@ -258,7 +276,7 @@ void dflash_pace::cut(std::vector<dflash_pace_block> & list) {
     explore = n_drafts % EXPLORE_EVERY == 0 ? 1 : n_drafts % EXPLORE_EVERY == EXPLORE_EVERY / 2 ? -1 : 0;
 
     const int32_t base   = (int32_t) members.size();
-    const bool    learned = cost_verify.seen(base, 2);
+    const bool    learned = cost_verify.known(base) || (n_learn == 0 && cost_verify.at(base) > 0.0);
     const double  t       = token_ms();
     const double  t_plain = plain_ms();
 

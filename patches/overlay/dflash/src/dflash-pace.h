@@ -23,8 +23,9 @@ class dflash_cost {
 public:
     void add(int32_t size, double ms);
 
-    bool   seen(int32_t size, int32_t times) const;
-    double at  (int32_t size) const; // 0 before the first sample
+    bool   seen (int32_t size, int32_t times) const;
+    bool   known(int32_t size) const; // measured twice, or well between sizes that were
+    double at   (int32_t size) const; // 0 before the first sample
 
 private:
     struct entry {
@@ -133,6 +134,7 @@ private:
     bool    last_drafted = false;
 
     int64_t n_gains       = 0;
+    int32_t n_learn       = 16;  // rounds that may still be spent on learning what a plain one costs
     int32_t n_since_plain = 0;
     double  probe_ms      = 0.0; // time that tries may take
 

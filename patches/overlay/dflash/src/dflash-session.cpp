@@ -524,7 +524,7 @@ int dflash_session_open(llama_context * target, const char * draft_path, const d
 
         llama_context_params cparams = llama_context_default_params();
         cparams.n_ctx           = llama_n_ctx_seq(target);
-        cparams.n_batch         = std::max<uint32_t>(llama_n_ubatch(target), (uint32_t) facts.block_size);
+        cparams.n_batch         = dflash_micro_batch((int32_t) facts.block_size, 1);
         cparams.n_ubatch        = cparams.n_batch;
         cparams.n_seq_max       = 1;
         cparams.n_threads       = p.n_threads       > 0 ? p.n_threads       : llama_n_threads(target);
