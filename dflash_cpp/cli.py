@@ -242,6 +242,122 @@ def parity(
         raise typer.Exit(1)
 
 
+@app.command()
+def check(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="GGUF file, or hub id org/name[@rev][:file].")
+    ],
+    draft: Annotated[str, typer.Argument(metavar="DRAFT", help="The same for the draft.")],
+    n_predict: Annotated[
+        int, typer.Option("-n", "--n-predict", min=2, help="Tokens per prompt, about.")
+    ] = 64,
+    chat: Chat = None,
+    ctx_size: CtxSize = 1024,
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = -1,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    no_progress: NoProgress = False,
+) -> None:
+    """Check whether a draft fits a target, by the files and by what it proposes; exit 1 if not.
+
+    Four built-in prompts are continued greedily, with full drafts in every round.
+    """
+    console = Console(json=json, quiet=quiet, verbose=verbose, progress=not no_progress)
+    from . import check as checker
+    from .errors import DFlashPairError
+    from .hub import find_file
+    from .opening import PairOptions, open_pair
+    from .promptset import builtin_prompts, spread
+    from .session import check_pair
+
+    files = find_file(target, "target"), find_file(draft, "draft")
+    options = PairOptions(
+        *files, None, ctx_size, threads=threads, n_gpu_layers=n_gpu_layers, verbose=verbose > 1,
+        adaptive=False, trace=True,
+    )  # fmt: skip
+    prompts = spread(builtin_prompts(), checker.N_PROMPTS)
+    try:
+        check_pair(*files)
+    except DFlashPairError as exc:
+        result = checker.PairCheck(checker.MISFIT, tuple(exc.reasons))
+    else:
+        with (
+            open_pair(options) as llm,
+            console.progress("comparing proposals", len(prompts), "prompts") as ticker,
+        ):
+            result = checker.check_pair(
+                llm, prompts, n_predict=n_predict, chat=chat, on_prompt=lambda: ticker.advance(1)
+            )
+    if result.prompts:
+        columns, rows, right = checker.table(result)
+        console.table(columns, rows, right=right)
+    for line in checker.summary(result):
+        console.text(line)
+    console.result(result.verdict)
+    console.json({"settings": options.to_json(), **result.to_json()})
+    if result.verdict != checker.FIT:
+        raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    model: Model,
+    draft: Draft,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="What to say [standard input].")
+    ] = None,
+    chat: Chat = None,
+    n_predict: Annotated[int, typer.Option("-n", "--n-predict", min=2, help="Tokens, about.")] = 32,
+    n_draft: NDraft = None,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Candidates per position in the tables.")
+    ] = 16,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with everything.")
+    ] = None,
+    ctx_size: CtxSize = 4096,
+    batch_size: Batch = 512,
+    ubatch_size: UBatch = 512,
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = -1,
+    flash_attn: FlashAttn = OnOff.on,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Show every round of a greedy text: candidates, scores, the path, what the target says."""
+    console = Console(json=json, quiet=quiet, verbose=verbose)
+    from . import trace as tracer
+    from .opening import PairOptions, open_pair
+    from .rounds import greedy_rounds
+    from .text import encode_prompt
+    from .trace_page import page, page_file
+
+    options = PairOptions(
+        model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
+        flash_attn is OnOff.on, verbose > 1, adaptive=False, trace=True,
+    )  # fmt: skip
+    path = page_file(html)
+    said = _read_prompt(console) if prompt is None else prompt
+    with open_pair(options) as llm:
+        tokens = encode_prompt(llm, said, chat=chat)
+        found = tracer.make_trace(llm, list(greedy_rounds(llm, tokens, n_predict)))
+    if path is not None:
+        facts = {"target": model, "draft": draft, "prompt": said, "prompt tokens": len(tokens)}
+        path.write_text(page(found, facts), encoding="utf-8")
+        console.info(f"wrote {path}")
+    for r in found.rounds:
+        right = tracer.RIGHT
+        title = tracer.headline(found, r)
+        console.table(tracer.COLUMNS, tracer.rows(found, r, top), title=title, right=right)
+    for line in tracer.summary(found):
+        console.text(line)
+    console.result(path if path is not None else len(found.rounds))
+    console.json({"settings": options.to_json(), "prompt_tokens": len(tokens), **found.to_json()})
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=True,

@@ -29,6 +29,8 @@ class PairOptions:
         flash_attn: Whether to use flash attention.
         verbose: Show llama.cpp's own log on stderr.
         verify: How a sampled text is verified, see `DFlashLlama`.
+        adaptive: Whether draft lengths follow what pays; None as `DFlashLlama` decides.
+        trace: Record every round for `DFlashLlama.draft_trace`.
     """
 
     model: Path
@@ -42,6 +44,8 @@ class PairOptions:
     flash_attn: bool = True
     verbose: bool = False
     verify: str = "auto"
+    adaptive: bool | None = None
+    trace: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that a result depends on."""
@@ -99,6 +103,8 @@ def open_pair(options: PairOptions, *, speculate: bool = True) -> DFlashLlama:
             draft_path=options.draft,
             n_draft=options.n_draft,
             verify=options.verify,
+            adaptive=options.adaptive,
+            draft_trace=options.trace,
             speculate=speculate,
             n_ctx=options.n_ctx,
             n_batch=options.n_batch,
