@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -70,6 +71,19 @@ struct dflash_header {
         }
     }
 
+    // a floating-point key; `missing` if absent or of another kind
+    double real(const std::string & key, double missing) const {
+        const int64_t id = find(key);
+        if (id < 0) {
+            return missing;
+        }
+        switch (gguf_get_kv_type(ctx.get(), id)) {
+            case GGUF_TYPE_FLOAT32: return gguf_get_val_f32(ctx.get(), id);
+            case GGUF_TYPE_FLOAT64: return gguf_get_val_f64(ctx.get(), id);
+            default:                return missing;
+        }
+    }
+
     bool is_array(const std::string & key) const {
         const int64_t id = find(key);
         return id >= 0 && gguf_get_kv_type(ctx.get(), id) == GGUF_TYPE_ARRAY;
@@ -90,14 +104,34 @@ struct dflash_header {
         return res;
     }
 
-    // every element of a bool array is true
-    bool all_true(const std::string & key) const {
-        if (!is_array(key) || gguf_get_arr_type(ctx.get(), find(key)) != GGUF_TYPE_BOOL) {
-            return false;
+    // a bool array, or one of numbers; empty if absent or of another kind
+    std::vector<bool> flags(const std::string & key) const {
+        std::vector<bool> res;
+        if (!is_array(key)) {
+            return res;
         }
-        const auto * data = (const int8_t *) gguf_get_arr_data(ctx.get(), find(key));
-        const size_t n    = gguf_get_arr_n(ctx.get(), find(key));
-        return n > 0 && std::all_of(data, data + n, [](int8_t v) { return v != 0; });
+        const size_t n = gguf_get_arr_n(ctx.get(), find(key));
+        if (gguf_get_arr_type(ctx.get(), find(key)) == GGUF_TYPE_BOOL) {
+            const auto * data = (const int8_t *) gguf_get_arr_data(ctx.get(), find(key));
+            for (size_t i = 0; i < n; ++i) {
+                res.push_back(data[i] != 0);
+            }
+        } else {
+            for (const int32_t v : ints(key)) {
+                res.push_back(v != 0);
+            }
+        }
+        return res;
+    }
+
+    bool all_true(const std::string & key) const {
+        const auto f = flags(key);
+        return !f.empty() && std::find(f.begin(), f.end(), false) == f.end();
+    }
+
+    bool any_true(const std::string & key) const {
+        const auto f = flags(key);
+        return std::find(f.begin(), f.end(), true) != f.end();
     }
 
     std::vector<std::string> strs(const std::string & key) const {
@@ -124,6 +158,22 @@ struct dflash_header {
 
 std::string dflash_quote(const std::string & s) {
     return "`" + s + "`";
+}
+
+bool dflash_ends_with(const std::string & s, const std::string & end) {
+    return s.size() >= end.size() && s.compare(s.size() - end.size(), end.size(), end) == 0;
+}
+
+// types that the backends multiply with; the others are for indices or for activations
+bool dflash_weight_type(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F32: case GGML_TYPE_F16: case GGML_TYPE_BF16:
+            return true;
+        case GGML_TYPE_Q8_1: case GGML_TYPE_Q8_K:
+            return false;
+        default:
+            return ggml_is_quantized(type);
+    }
 }
 
 // of the architectures below, those that export the output of their last layer too
@@ -257,6 +307,26 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
                 (long long) res.n_embd_fc, res.target_layers.size(), (long long) res.n_embd, (long long) (res.target_layers.size() * res.n_embd)));
     }
 
+    for (const char * key : { "dflash.attention.layer_norm_rms_epsilon", "dflash.rope.freq_base", "dflash.attention.scale",
+                              "dflash.attention.value_scale", "dflash.embedding_scale", "dflash.logit_scale", "dflash.final_logit_softcapping" }) {
+        const double value = h.real(key, 0.0);
+        if (!std::isfinite(value) || value < 0.0) {
+            reasons.push_back(dflash_format("%s has %s %g, expected a finite number that is not negative", name, key, value));
+        }
+    }
+    for (int64_t i = 0; i < gguf_get_n_tensors(h.ctx.get()); ++i) {
+        const std::string tensor = gguf_get_tensor_name(h.ctx.get(), i);
+        const ggml_type   type   = gguf_get_tensor_type(h.ctx.get(), i);
+        if (!dflash_weight_type(type) && !(tensor == "d2t" && type == GGML_TYPE_I64)) {
+            reasons.push_back(dflash_format("%s: %s is %s, which no product can read: expected f32, f16, bf16 or a quantised type", name, tensor.c_str(), ggml_type_name(type)));
+        } else if (dflash_ends_with(tensor, "norm.weight") && type != GGML_TYPE_F32) {
+            reasons.push_back(dflash_format("%s: %s is %s, expected f32", name, tensor.c_str(), ggml_type_name(type)));
+        }
+    }
+    if (std::set<std::string>(res.tokens.begin(), res.tokens.end()).size() != res.tokens.size()) {
+        reasons.push_back(dflash_format("%s lists a token twice (tokenizer.ggml.tokens)", name));
+    }
+
     const int64_t key_length   = h.num("dflash.attention.key_length",   -1);
     const int64_t value_length = h.num("dflash.attention.value_length", key_length);
     if (key_length > 0 && value_length != key_length) {
@@ -265,6 +335,9 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
 
     if (h.num("dflash.attention.sliding_window", 0) > 0 && !h.is_array("dflash.attention.sliding_window_pattern")) {
         reasons.push_back(dflash_format("%s has a sliding window but no dflash.attention.sliding_window_pattern array", name));
+    } else if (h.num("dflash.attention.sliding_window", 0) > 0 && !h.any_true("dflash.attention.sliding_window_pattern")) {
+        reasons.push_back(dflash_format("%s has a sliding window of %lld but no layer that uses it (dflash.attention.sliding_window_pattern)", name,
+                (long long) h.num("dflash.attention.sliding_window", 0)));
     }
 
     if (h.tensor("selector_hidden.weight") >= 0) {
