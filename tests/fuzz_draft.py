@@ -149,10 +149,8 @@ class Mutator:
                 other = rng.choice((np.float16, np.int32, np.int8, np.float64))
                 with np.errstate(all="ignore"):
                     data = data.astype(other)
-                kind = {
-                    np.float16: gguf.GGMLQuantizationType.F16, np.int32: gguf.GGMLQuantizationType.I32,
-                    np.int8: gguf.GGMLQuantizationType.I8, np.float64: gguf.GGMLQuantizationType.F64,
-                }[other]  # fmt: skip
+                names = {np.float16: "F16", np.int32: "I32", np.int8: "I8", np.float64: "F64"}
+                kind = gguf.GGMLQuantizationType[names[other]]
             else:
                 partner = rng.choice(list(tensors))
                 tensors[name], tensors[partner] = tensors[partner], tensors[name]
