@@ -7,7 +7,10 @@ be left out where the model has only one that fits, or be given by its type (`:Q
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from dflash_convert import hub
 from dflash_convert.errors import InputError, shorten
@@ -41,16 +44,61 @@ def find_file(reference: str, what: str) -> Path:
     return fetch_file(*parsed, wanted or None, what)
 
 
-def fetch_file(model: str, revision: str | None, wanted: str | None, what: str) -> Path:
-    """Return a GGUF file of a model of the hub; see `find_file`."""
+def fetch_file(
+    model: str,
+    revision: str | None,
+    wanted: str | None,
+    what: str,
+    *,
+    also: Sequence[str] = (),
+    progress: bool = True,
+    **where: Any,
+) -> Path:
+    """Return a GGUF file of a model of the hub; all parts of one that is split are fetched.
+
+    Args:
+        model: `org/name`.
+        revision: Branch, tag or commit; None for `main`.
+        wanted: As `choose`.
+        what: `target` or `draft`.
+        also: Names or patterns of further files to fetch.
+        progress: Show the hub's bars.
+        where: `cache_dir` and `local_dir` of `hf_hub_download`.
+
+    Raises:
+        InputError, FailureError: As `find_file`.
+    """
     # one table of the hub's errors for both programs
     with hub._explained(model, revision):
         from huggingface_hub import hf_hub_download
 
-        name = choose(hub._list(model, revision), model, wanted, what)
-        with hub._bars(True):
-            files = [hf_hub_download(model, part, revision=revision) for part in _parts(name)]
+        names = _names(model, revision, where.get("cache_dir"))
+        wanted_names = _parts(choose(names, model, wanted, what))
+        for pattern in also:
+            more = [n for n in names if fnmatch(n, pattern)]
+            if not more:
+                raise InputError(f"the hub's `{model}` has no file `{pattern}`")
+            wanted_names += more
+        with hub._bars(progress):
+            files = [hf_hub_download(model, n, revision=revision, **where) for n in wanted_names]
     return Path(files[0])
+
+
+def _names(model: str, revision: str | None, cache_dir: Any) -> tuple[str, ...]:
+    """Return the names of a model's files; of those in the cache when the hub cannot be asked."""
+    from httpx import TransportError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        found = HfApi().model_info(model, revision=revision).siblings or ()
+        return tuple(s.rfilename for s in found)
+    except (OfflineModeIsEnabled, TransportError):
+        folder = Path(
+            snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        )
+        files = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        return tuple(sorted(files))
 
 
 def choose(names: tuple[str, ...], model: str, wanted: str | None, what: str) -> str:
@@ -59,7 +107,7 @@ def choose(names: tuple[str, ...], model: str, wanted: str | None, what: str) ->
     Args:
         names: All files of the model.
         model: Its id, for messages.
-        wanted: Name or type of the file; None for the only one that fits.
+        wanted: Name, pattern (`*Q8_0.gguf`) or type of the file; None for the only one that fits.
         what: `target` or `draft`.
 
     Raises:
@@ -74,7 +122,9 @@ def choose(names: tuple[str, ...], model: str, wanted: str | None, what: str) ->
     mains = [n for n in ggufs if not PurePosixPath(n).name.startswith(_SIDECARS)]
     # a model that holds nothing but the draft may call it anything
     found = mains if what == "target" else drafts or mains
-    if wanted is not None:
+    if wanted is not None and any(c in wanted for c in "*?["):
+        found = [n for n in ggufs if fnmatch(n, wanted)]
+    elif wanted is not None:
         ending = f"-{wanted}.gguf".lower()
         found = [n for n in found if _SPLIT.sub(".gguf", n).lower().endswith(ending)]
     if len(found) == 1:

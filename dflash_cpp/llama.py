@@ -6,11 +6,15 @@ import inspect
 import logging
 import os
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dflash_convert.errors import InputError
 
 from . import _libs, _options
 from ._memory import TargetMemory, llama_cpp
-from .errors import DFlashArgumentError
+from .errors import DFlashArgumentError, DFlashFileError
+from .hub import fetch_file
 from .session import RoundTrace, Session, StepResult, check_pair, choose_adaptive
 from .stats import RULE_GREEDY, RULE_MATCH, DraftStats, Recorder
 
@@ -112,6 +116,58 @@ class DFlashLlama(TargetMemory):
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        additional_files: Sequence[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_dir_use_symlinks: object = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        *,
+        draft_repo_id: str | None = None,
+        draft_filename: str | None = None,
+        draft_path: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> DFlashLlama:
+        """Fetch target and draft from the hub, unless they are in its cache, and open them.
+
+        Args:
+            repo_id: `org/name` or `org/name@revision` of the target.
+            filename: Name, pattern (`*Q8_0.gguf`) or type (`Q8_0`) of its file; None if there is
+                only one. Split files are fetched whole.
+            additional_files: Names or patterns of further files to fetch.
+            local_dir, cache_dir: Where files go instead of the cache, or another cache.
+            local_dir_use_symlinks: Accepted for the sake of `Llama`; the hub has dropped it.
+            draft_repo_id: Of the draft; None for the target's.
+            draft_filename: As `filename`; None for the only one named `dflash-...`.
+            draft_path: The draft as a file, in place of the two.
+            **kwargs: As for `DFlashLlama`.
+
+        Raises:
+            TypeError: Both `draft_path` and a draft of the hub are given.
+            DFlashFileError: No such model, revision or access; no such file, or several.
+            FailureError: The hub does not answer and the cache lacks a file.
+        """
+        if draft_path is not None and (draft_repo_id or draft_filename):
+            raise TypeError("draft_path= names a file; leave out draft_repo_id and draft_filename")
+        options: dict[str, Any] = {"progress": kwargs.get("verbose", True)}
+        options |= {"local_dir": local_dir, "cache_dir": cache_dir}
+
+        def fetch(repo: str, name: str | None, what: str, also: Sequence[str] = ()) -> Path:
+            model, _, revision = repo.partition("@")
+            try:
+                return fetch_file(model, revision or None, name, what, also=also, **options)
+            except InputError as exc:
+                raise DFlashFileError(exc.message, hint=exc.hint) from None
+
+        # the small file first: what is wrong with it shows before the large one is fetched
+        if draft_path is None:
+            draft_path = fetch(draft_repo_id or repo_id, draft_filename, "draft")
+        target = fetch(repo_id, filename, "target", additional_files or ())
+        return cls(target, draft_path=draft_path, **kwargs)
 
     # --- switching and closing ----------------------------------------------------------------
 
