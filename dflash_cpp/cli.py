@@ -459,6 +459,86 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    model: Annotated[
+        Path | None, typer.Option("-m", "--model", help="Target, a GGUF file [the demo's].")
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option("-md", "--draft", "--model-draft", help="DFlash draft [the demo's]."),
+    ] = None,
+    stock: Annotated[
+        Path | None, typer.Option("--stock", help="Unpatched llama-server [build/stock].")
+    ] = None,
+    lanes: Annotated[
+        str, typer.Option("--lanes", help="Beside plain: of stock, adaptive, fixed.")
+    ] = "stock,adaptive,fixed",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Prompts as for parity [built-in ones].")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Prompts at most [built-in: 6].")
+    ] = None,
+    chat: Chat = None,
+    n_draft: Annotated[
+        str | None, typer.Option("--n-draft", help="Fixed lengths, by commas [1,3,7,block - 1].")
+    ] = None,
+    temp: Annotated[
+        str, typer.Option("--temp", "--temperature", help="Temperatures, by commas.")
+    ] = "0,0.7,1",
+    concurrency: Annotated[
+        str | None,
+        typer.Option("--concurrency", help="Simultaneous requests, by commas; 0: none [1,2,4,8]."),
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", help="Measure reading prompts of such lengths.")
+    ] = "0",
+    n_predict: Annotated[
+        int, typer.Option("-n", "--n-predict", min=2, help="Tokens per answer at most.")
+    ] = 128,
+    repeat: Annotated[int, typer.Option("-r", "--repeat", min=1, help="Repetitions.")] = 3,
+    ctx_size: Annotated[
+        int | None,
+        typer.Option("-c", "--ctx-size", min=1, help="Context per request [enough, 2048 or more]."),
+    ] = None,
+    threads: Threads = None,
+    server_arg: Annotated[
+        list[str] | None,
+        typer.Option("--server-arg", help='For every llama-server, as "-ngl 99"; repeatable.'),
+    ] = None,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Never two servers at once (less memory).")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder for results.")] = Path("dflash-bench"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the results in the folder.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start anew where results cannot be gone on with.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Measure whether drafting pays: plain, stock and ours in turns, tables, JSON and plots."""
+    console = Console(json=json, quiet=quiet, progress=not no_progress)
+    from . import bench as job
+    from . import bench_report as report
+
+    options = job.make_options(
+        target=model, draft=draft, stock=stock, prompts=prompts, limit=limit, n_draft=n_draft,
+        temps=temp, concurrency=concurrency, prompt_tokens=prompt_tokens, lanes=lanes,
+        threads=threads, server_args=server_arg or [], console=console, n_predict=n_predict,
+        repeat=repeat, n_ctx=ctx_size, chat=chat, one_at_a_time=one_at_a_time,
+    )  # fmt: skip
+    result = job.run_bench(options, out, console, resume=resume, force=force)
+    document, files = report.write_files(result, out)
+    report.show(result, document, files, console)
+    console.result(report.headline(result, document))
+    console.json(document)
+
+
 def _read_prompt(console: Console) -> str:
     if sys.stdin.isatty():
         console.info("prompt (end with Ctrl-D on a line of its own):")

@@ -1,0 +1,526 @@
+"""`dflash-cpp bench`: does drafting pay here? Plain, stock and ours in turns, by llama-server."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_convert.console import Console
+from dflash_convert.errors import FailureError, InputError
+
+from . import bench_stats, demo_pair
+from .bench_lanes import GROUPS, BenchLane, Servers, ask, ask_together, hang_up_terminates
+from .bench_lanes import make_lanes as lanes_of
+from .bench_store import Key, Store, open_store
+from .info import build_info
+from .machine import busy_share, machine
+from .opening import default_threads, need_file
+from .promptset import Prompt, builtin_prompts, load_prompts, spread
+from .server import block_size, need_program
+
+N_DRAFT = (1, 3, 7)  # and block - 1
+CONCURRENCY = (1, 2, 4, 8)
+LIMIT = 6  # built-in prompts: one of each class
+
+_CONTEXT = 2048
+_CONTEXT_STEP = 256
+_WARM_UP = 32  # tokens; enough for adaptive lengths to learn what rounds cost
+_SPARE = 32  # beyond the last token: the block that is verified there
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What a benchmark measures.
+
+    Attributes:
+        target, draft: GGUF files that fit each other.
+        stock: Unpatched llama-server; None if there is none, `no_stock` says why.
+        prompts: Texts that are answered one at a time.
+        concurrent_prompts: Texts for simultaneous requests, at least as many as the highest level.
+        n_draft: Fixed lengths, tokens per round.
+        n_max: Ceiling of adaptive lengths, block - 1.
+        groups: Lanes beside `plain`, of `GROUPS`.
+        temps, concurrency, prompt_tokens: Values to go through; empty to leave the part out.
+        n_predict, repeat: Tokens per answer at most; repetitions.
+        threads: CPU threads of each server.
+        n_ctx: Context of each slot in tokens; None for enough.
+        chat: Use the chat template; None if the target has one.
+        server_args: Further arguments of every llama-server.
+        one_at_a_time: Never run two servers at once.
+    """
+
+    target: Path
+    draft: Path
+    stock: Path | None
+    no_stock: str
+    prompts: Sequence[Prompt]
+    concurrent_prompts: Sequence[Prompt]
+    n_draft: Sequence[int]
+    n_max: int
+    groups: Sequence[str] = GROUPS
+    temps: Sequence[float] = (0.0,)
+    concurrency: Sequence[int] = ()
+    prompt_tokens: Sequence[int] = ()
+    n_predict: int = 128
+    repeat: int = 3
+    threads: int = 1
+    n_ctx: int | None = None
+    chat: bool | None = None
+    server_args: Sequence[str] = ()
+    one_at_a_time: bool = False
+
+
+@dataclass
+class BenchResult:
+    """What came out.
+
+    Attributes:
+        lanes: Those that were to be measured.
+        missing: Words for a lane (and its number of slots) -> why it was not measured.
+        settings, store: As in the file of results.
+    """
+
+    options: BenchOptions
+    lanes: list[BenchLane]
+    settings: dict[str, Any]
+    store: Store
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """Return the whole benchmark as plain data, raw measurements included."""
+        records, lanes, options = self.store.measurements, self.lanes, self.options
+        return {
+            "settings": self.settings,
+            "sessions": self.store.sessions,
+            "lanes": [{"name": x.name, "words": x.words} for x in lanes],
+            "not_measured": self.missing,
+            "speed": bench_stats.speed_rows(
+                records, lanes, options.temps, classes(options.prompts)
+            ),
+            "concurrency": bench_stats.concurrent_rows(records, lanes, options.concurrency),
+            "prompt": bench_stats.prompt_rows(records, lanes, options.prompt_tokens),
+            "measurements": records,
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement to make; the fields that its kind does not need are empty."""
+
+    kind: str
+    lane: BenchLane
+    repetition: int
+    prompt: Prompt | None = None
+    temp: float = 0.0
+    count: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Slots of the server."""
+        return self.count if self.kind == "concurrent" else 1
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells the measurement from others, as in the file of results."""
+        own: dict[str, dict[str, Any]] = {
+            "answer": {"temp": self.temp, "prompt": self.prompt.id if self.prompt else ""},
+            "prompt": {"n_tokens": self.count},
+            "concurrent": {"requests": self.count},
+        }
+        return {"lane": self.lane.name, **own[self.kind], "repetition": self.repetition}
+
+    @property
+    def key(self) -> Key:
+        """The identity as a key of `Store.done`."""
+        return (self.kind, *self.identity.values())
+
+
+def classes(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the classes of prompts in the order of their first one."""
+    return list(dict.fromkeys(p.klass for p in prompts))
+
+
+# --- from the command line to options -------------------------------------------------------------
+
+
+def make_options(
+    *,
+    target: Path | None,
+    draft: Path | None,
+    stock: Path | None,
+    prompts: Path | None,
+    limit: int | None,
+    n_draft: str | None,
+    temps: str,
+    concurrency: str | None,
+    prompt_tokens: str,
+    lanes: str,
+    threads: int | None,
+    server_args: Sequence[str],
+    console: Console,
+    **rest: Any,
+) -> BenchOptions:
+    """Check what the user gave and fill in the defaults.
+
+    Args:
+        target, draft: GGUF files; both None for the demo's pair.
+        n_draft, temps, concurrency, prompt_tokens, lanes: Values separated by commas.
+        server_args: Each split as a shell would.
+        rest: Further fields of `BenchOptions`.
+
+    Raises:
+        InputError: A value or a file is not usable, or the pair does not fit.
+    """
+    temperatures = numbers(temps, "--temp", float, 0.0, 100.0)
+    lengths = [n for n in numbers(prompt_tokens, "--prompt-tokens", int, 0, 1 << 20) if n]
+    levels = numbers(concurrency, "--concurrency", int, 0, 256) if concurrency else None
+    groups = _groups(lanes)
+    text, everything = _prompts(prompts)
+    if levels is None:
+        levels = [n for n in CONCURRENCY if n <= len(everything)]
+    levels = [n for n in levels if n]
+    if levels and max(levels) > len(everything):
+        raise InputError(
+            f"{max(levels)} simultaneous requests need as many prompts, {text} has "
+            f"{len(everything)}",
+            hint="add prompts or lower --concurrency",
+        )
+    need_program("llama-server")
+    target, draft = _pair(target, draft, console)
+    n_max = block_size(draft) - 1
+    fixed = (
+        [n for n in dict.fromkeys((*N_DRAFT, n_max)) if n <= n_max]
+        if n_draft is None
+        else numbers(n_draft, "--n-draft", int, 1, n_max, "the draft's block size less one")
+    )
+    stock, no_stock = _find_stock(stock)
+    return BenchOptions(
+        target=target,
+        draft=draft,
+        stock=stock,
+        no_stock=no_stock,
+        prompts=spread(everything, limit or (LIMIT if prompts is None else None)),
+        concurrent_prompts=spread(everything, max(levels, default=0)),
+        n_draft=fixed,
+        n_max=n_max,
+        groups=groups,
+        temps=temperatures,
+        concurrency=sorted(levels),
+        prompt_tokens=sorted(lengths),
+        threads=threads or default_threads(),
+        server_args=[word for argument in server_args for word in _split(argument)],
+        **rest,
+    )
+
+
+def numbers(
+    text: str, option: str, kind: Callable[[str], Any], low: float, high: float, why: str = ""
+) -> list[Any]:
+    """Parse `1,3,7`.
+
+    Raises:
+        InputError: Something in it is no number, or outside low to high.
+    """
+    words = [w.strip() for w in text.split(",") if w.strip()]
+    example = "1,3,7" if kind is int else "0,0.7,1"
+    try:
+        values = [kind(w) for w in words]
+    except ValueError:
+        values = []
+    if not values:
+        raise InputError(f"{option} is `{text}`, expected numbers with commas such as {example}")
+    wrong = [v for v in values if not low <= v <= high]
+    if wrong:
+        reason = f" ({why})" if why else ""
+        raise InputError(f"{option} has {wrong[0]:g}, expected {low:g} to {high:g}{reason}")
+    return list(dict.fromkeys(values))
+
+
+def _groups(text: str) -> list[str]:
+    words = [w.strip().lower() for w in text.split(",") if w.strip()]
+    unknown = [w for w in words if w not in GROUPS]
+    if unknown or not words:
+        found = f"has `{unknown[0]}`" if unknown else "is empty"
+        raise InputError(f"--lanes {found}, expected some of {', '.join(GROUPS)}")
+    return [g for g in GROUPS if g in words]
+
+
+def _prompts(path: Path | None) -> tuple[str, list[Prompt]]:
+    if path is None:
+        return "the built-in set", builtin_prompts()
+    return f"`{path}`", load_prompts(path)
+
+
+def _pair(target: Path | None, draft: Path | None, console: Console) -> tuple[Path, Path]:
+    if target is None and draft is None:
+        folder = demo_pair.work_dir()
+        target, _ = demo_pair.requantise(demo_pair.find_target(), "Q8_0", folder)
+        kind = demo_pair.TYPES["Q8_0"]
+        draft, _ = demo_pair.convert_draft(demo_pair.find_checkpoint(), target, kind, folder)
+        console.info(f"no pair given, measuring the demo's: {target.name}, {draft.name}")
+    if target is None or draft is None:
+        option = "-m TARGET.gguf" if target is None else "-md DRAFT.gguf"
+        raise InputError(
+            f"{option} is missing, expected a target and its draft",
+            hint="dflash-cpp bench -m TARGET.gguf -md DRAFT.gguf; without both: the demo's pair",
+        )
+    need_file(target, "target")
+    need_file(draft, "draft")
+    from .session import check_pair
+
+    check_pair(target, draft)
+    return target.resolve(), draft.resolve()
+
+
+def _find_stock(given: Path | None) -> tuple[Path | None, str]:
+    """Return the unpatched llama-server, or None and why there is none."""
+    if given is not None:
+        if not given.is_file() or not os.access(given, os.X_OK):
+            found = "is not a program" if given.exists() else "does not exist"
+            raise InputError(f"`{given}` {found}, expected the path of an unpatched llama-server")
+        return given.resolve(), ""
+    root = demo_pair.checkout()
+    path = root / "build" / "stock" / "bin" / "llama-server" if root else None
+    if path is not None and path.is_file():
+        return path, ""
+    where = f"`{path}` does not exist" if path else "there is no checkout"
+    return None, f"{where}; `make stock` builds the unpatched llama-server, --stock names one"
+
+
+def _split(argument: str) -> list[str]:
+    try:
+        return shlex.split(argument)
+    except ValueError as exc:
+        raise InputError(f"--server-arg is `{argument}`, whose quotes are not closed") from exc
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def run_bench(
+    options: BenchOptions, folder: Path, console: Console, *, resume: bool, force: bool
+) -> BenchResult:
+    """Measure what is not in the folder yet.
+
+    Args:
+        options: What to measure.
+        folder: For `results.jsonl`, see `bench_store`.
+        console: For progress and notes on stderr.
+        resume, force: See `open_store`.
+
+    Raises:
+        InputError: Results of other settings, or a prompt is longer than the context.
+        FailureError: A server of ours does not start or dies; what was measured stays.
+    """
+    missing: dict[str, str] = {}
+    groups = [g for g in options.groups if g != "stock" or options.stock]
+    if "stock" in options.groups and options.stock is None:
+        missing["stock"] = options.no_stock
+    lanes = lanes_of(options.draft, options.n_draft, options.n_max, groups)
+    tokens = _encode(options)
+    n_ctx = _context(options, tokens)
+    here = machine(options.threads)
+    settings = _settings(options, lanes, n_ctx, here)
+    store = open_store(folder, settings, resume=resume, force=force)
+    result = BenchResult(options, lanes, settings, store, missing)
+    done = store.done
+    todo = [step for step in plan(options, lanes) if step.key not in done]
+    if done:
+        console.info(f"{len(done)} measurements are in `{store.path}`, {len(todo)} are left")
+    if not todo:
+        return result
+    store.add("session", here)
+    servers = Servers(
+        options.target,
+        options.stock,
+        n_ctx=n_ctx,
+        threads=options.threads,
+        extra=options.server_args,
+        warm_up=tokens[options.prompts[0].id],
+        n_warm_up=min(options.n_predict, _WARM_UP),
+        one_at_a_time=options.one_at_a_time,
+    )
+    try:
+        with (
+            hang_up_terminates(),
+            servers,
+            console.progress("measuring", len(todo), "measurements") as ticker,
+        ):
+            for step in todo:
+                _measure(step, result, servers, tokens)
+                ticker.advance(1)
+    except BaseException:
+        made, wanted = len(store.measurements), len(todo) + len(done)
+        console.info(f"{made} of {wanted} measurements are kept in `{store.path}`: see --resume")
+        raise
+    store.add("session_end", {"busy_after": busy_share()})
+    return result
+
+
+def plan(options: BenchOptions, lanes: Sequence[BenchLane]) -> Iterator[Step]:
+    """Yield all measurements in order.
+
+    Lanes take turns at every prompt and the order rotates, so that a machine that speeds up or
+    slows down does so for all of them. With one server at a time they take turns at every
+    repetition.
+    """
+    turn = 0
+
+    def rotated() -> list[BenchLane]:
+        nonlocal turn
+        turn += 1
+        first = (turn - 1) % len(lanes)
+        return [*lanes[first:], *lanes[:first]]
+
+    questions = [(temp, prompt) for temp in options.temps for prompt in options.prompts]
+    for repetition in range(options.repeat):
+        if options.one_at_a_time:
+            for lane in rotated():
+                for temp, prompt in questions:
+                    yield Step("answer", lane, repetition, prompt, temp)
+                for n in options.prompt_tokens:
+                    yield Step("prompt", lane, repetition, count=n)
+            continue
+        for temp, prompt in questions:
+            for lane in rotated():
+                yield Step("answer", lane, repetition, prompt, temp)
+        for n in options.prompt_tokens:
+            for lane in rotated():
+                yield Step("prompt", lane, repetition, count=n)
+    for n in options.concurrency:
+        for repetition in range(options.repeat):
+            for lane in rotated():
+                yield Step("concurrent", lane, repetition, count=n)
+
+
+def _measure(
+    step: Step, result: BenchResult, servers: Servers, tokens: dict[str, list[int]]
+) -> None:
+    """Make one measurement and keep it; a lane of stock that fails is missing from then on."""
+    lane, options = step.lane, result.options
+    name = lane.words + (f", {step.slots} requests" if step.slots > 1 else "")
+    if name in result.missing:
+        return
+    try:
+        server = servers.get(lane, step.slots)
+        if step.kind == "answer" and step.prompt is not None:
+            prompt = tokens[step.prompt.id]
+            record = ask(lane, server, prompt, options.n_predict, step.temp)
+            record["class"] = step.prompt.klass
+        elif step.kind == "prompt":
+            record = ask(lane, server, _long_prompt(tokens, step.count), 1, 0.0)
+        else:
+            texts = [tokens[p.id] for p in options.concurrent_prompts[: step.count]]
+            temp = options.temps[0]
+            record = ask_together(lane, server, texts, options.n_predict, temp)
+    except FailureError as exc:
+        servers.stop(lane)
+        if lane.stock:
+            result.missing[name] = ": ".join([exc.message, *exc.problems[-1:]])
+            return
+        raise FailureError(
+            f"{name}: {exc.message}", hint=exc.hint or "go on with --resume", problems=exc.problems
+        ) from exc
+    result.store.add(step.kind, step.identity | record)
+
+
+def _long_prompt(tokens: dict[str, list[int]], n: int) -> list[int]:
+    """Return n tokens: the prompts one after the other, as often as it takes."""
+    once = [t for prompt in tokens.values() for t in prompt]
+    return (once * (n // len(once) + 1))[:n]
+
+
+def _encode(options: BenchOptions) -> dict[str, list[int]]:
+    """Return {prompt id: token ids}, from the target's vocabulary alone.
+
+    Raises:
+        InputError: The target cannot be loaded, or a prompt cannot be encoded.
+    """
+    from . import _libs
+
+    _libs.load()
+    import llama_cpp
+
+    from .text import encode_prompt
+
+    @llama_cpp.llama_log_callback
+    def mute(level: int, text: bytes, user_data: object) -> None:
+        pass
+
+    try:
+        # without weights there is no trained context, which it would warn of
+        llama_cpp.llama_log_set(mute, None)
+        llm = llama_cpp.Llama(str(options.target), vocab_only=True, verbose=False)
+    except ValueError as exc:
+        raise InputError(f"llama.cpp cannot load `{options.target}`: {exc}") from exc
+    finally:
+        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, None)
+    try:
+        prompts = [*options.prompts, *options.concurrent_prompts]
+        return {p.id: encode_prompt(llm, p.text, chat=options.chat) for p in prompts}
+    finally:
+        llm.close()
+
+
+def _context(options: BenchOptions, tokens: dict[str, list[int]]) -> int:
+    """Return the tokens of context that each slot gets."""
+    longest = max(tokens, key=lambda name: len(tokens[name]))
+    needed = max(
+        len(tokens[longest]) + options.n_predict + _SPARE,
+        max(options.prompt_tokens, default=0) + _SPARE,
+    )
+    if options.n_ctx is None:
+        return max(_CONTEXT, -(-needed // _CONTEXT_STEP) * _CONTEXT_STEP)
+    if options.n_ctx < needed:
+        raise InputError(
+            f"the context is {options.n_ctx} tokens, expected at least {needed} (the longest "
+            f"prompt, `{longest}`, has {len(tokens[longest])})",
+            hint="raise -c, or leave it out for as much as is needed",
+        )
+    return options.n_ctx
+
+
+def _settings(
+    options: BenchOptions, lanes: Sequence[BenchLane], n_ctx: int, here: dict[str, Any]
+) -> dict[str, Any]:
+    """Return everything that the results depend on, as plain data."""
+    return {
+        "target": _file(options.target),
+        "draft": _file(options.draft),
+        "server": _file(need_program("llama-server")),
+        "stock": _file(options.stock) if options.stock and "stock" in options.groups else None,
+        "build": build_info(),
+        "lanes": [lane.name for lane in lanes],
+        "prompts": [_text(p) for p in options.prompts],
+        "concurrent_prompts": [_text(p) for p in options.concurrent_prompts],
+        "temperatures": list(options.temps),
+        "concurrency": list(options.concurrency),
+        "prompt_tokens": list(options.prompt_tokens),
+        "n_predict": options.n_predict,
+        "repeat": options.repeat,
+        "threads": options.threads,
+        "n_ctx": n_ctx,
+        "chat": options.chat,
+        "server_args": list(options.server_args),
+        "one_at_a_time": options.one_at_a_time,
+        "environment": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(("LLAMA_ARG_", "GGML_"))
+        },
+        "cpu": here["cpu"],
+        "cores": here["cores"],
+    }
+
+
+def _file(path: Path) -> dict[str, Any]:
+    found = path.stat()
+    return {"path": str(path), "bytes": found.st_size, "modified_ns": found.st_mtime_ns}
+
+
+def _text(prompt: Prompt) -> dict[str, str]:
+    digest = hashlib.sha256(prompt.text.encode("utf-8")).hexdigest()[:16]
+    return {"id": prompt.id, "class": prompt.klass, "digest": digest}
