@@ -525,8 +525,9 @@ def bench(
     console = Console(json=json, quiet=quiet, progress=not no_progress)
     from . import bench as job
     from . import bench_report as report
+    from .bench_options import make_options
 
-    options = job.make_options(
+    options = make_options(
         target=model, draft=draft, stock=stock, prompts=prompts, limit=limit, n_draft=n_draft,
         temps=temp, concurrency=concurrency, prompt_tokens=prompt_tokens, lanes=lanes,
         threads=threads, server_args=server_arg or [], console=console, n_predict=n_predict,

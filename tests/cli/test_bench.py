@@ -6,12 +6,14 @@ import builtins
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,13 +25,13 @@ from bigram import Bigram
 
 from dflash_convert.console import Console
 from dflash_convert.errors import InputError
-from dflash_cpp import bench, bench_plots, bench_stats
+from dflash_cpp import bench, bench_options, bench_plots, bench_stats
 from dflash_cpp.bench_lanes import BenchLane, Servers, make_lanes
 from dflash_cpp.bench_store import FILE_NAME, key_of, open_store
 from dflash_cpp.promptset import Prompt, builtin_prompts
 
 PNG = b"\x89PNG\r\n\x1a\n"
-LANES = make_lanes(Path("d.gguf"), [1, 3], 7, bench.GROUPS)
+LANES = make_lanes(Path("d.gguf"), [1, 3], 7, bench_options.GROUPS)
 
 
 @pytest.fixture(autouse=True)
@@ -150,14 +152,14 @@ def test_the_verdict_follows_the_spread(ms: tuple[float, float], said: str) -> N
 # --- order ----------------------------------------------------------------------------------------
 
 
-def options(**change: Any) -> bench.BenchOptions:
+def options(**change: Any) -> bench_options.BenchOptions:
     prompts = [Prompt("a", "code", "x"), Prompt("b", "prose", "y")]
     given: dict[str, Any] = {
         "target": Path("t.gguf"), "draft": Path("d.gguf"), "stock": None, "no_stock": "",
         "prompts": prompts, "concurrent_prompts": prompts, "n_draft": [1, 3], "n_max": 7,
         "temps": [0.0, 1.0], "concurrency": [1, 2], "prompt_tokens": [64], "repeat": 2,
     }  # fmt: skip
-    return bench.BenchOptions(**(given | change))
+    return bench_options.BenchOptions(**(given | change))
 
 
 @pytest.mark.parametrize("one_at_a_time", [False, True])
@@ -239,16 +241,16 @@ def test_without_a_pair_the_demos_is_measured(
     pair: Bigram, bin_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(bench.demo_pair, "find_target", lambda: tmp_path / "source.gguf")
-    monkeypatch.setattr(bench.demo_pair, "find_checkpoint", lambda: tmp_path)
+    monkeypatch.setattr(bench_options.demo_pair, "find_target", lambda: tmp_path / "source.gguf")
+    monkeypatch.setattr(bench_options.demo_pair, "find_checkpoint", lambda: tmp_path)
 
     def requantise(source: Path, kind: str, folder: Path) -> tuple[Path, bool]:
         asked.append((source.name, kind))
         return pair.target, False
 
-    monkeypatch.setattr(bench.demo_pair, "requantise", requantise)
-    monkeypatch.setattr(bench.demo_pair, "convert_draft", lambda *_: (pair.draft, False))
-    found = bench.make_options(
+    monkeypatch.setattr(bench_options.demo_pair, "requantise", requantise)
+    monkeypatch.setattr(bench_options.demo_pair, "convert_draft", lambda *_: (pair.draft, False))
+    found = bench_options.make_options(
         target=None, draft=None, stock=None, prompts=None, limit=None, n_draft=None, temps="0",
         concurrency=None, prompt_tokens="0", lanes="adaptive", threads=2,
         server_args=["-ngl 99", "--mlock"], console=Console(quiet=True),
@@ -256,16 +258,16 @@ def test_without_a_pair_the_demos_is_measured(
     assert (found.target, found.draft) == (pair.target.resolve(), pair.draft.resolve())
     assert asked == [("source.gguf", "Q8_0")]
     assert (list(found.n_draft), found.n_max) == ([1, 3, 7], 7)
-    assert len({p.klass for p in found.prompts}) == len(found.prompts) == bench.LIMIT
+    assert len({p.klass for p in found.prompts}) == len(found.prompts) == bench_options.LIMIT
     assert (list(found.concurrency), len(found.concurrent_prompts)) == ([1, 2, 4, 8], 8)
     assert found.prompt_tokens == []
     assert found.server_args == ["-ngl", "99", "--mlock"]
 
 
 def test_numbers() -> None:
-    assert bench.numbers("3, 1,3", "--x", int, 0, 9) == [3, 1]
+    assert bench_options.numbers("3, 1,3", "--x", int, 0, 9) == [3, 1]
     with pytest.raises(InputError, match="--x has 10, expected 0 to 9"):
-        bench.numbers("10", "--x", int, 0, 9)
+        bench_options.numbers("10", "--x", int, 0, 9)
 
 
 # --- the file of results --------------------------------------------------------------------------
@@ -400,17 +402,41 @@ def check(found: dict[str, Any], repeat: int) -> None:
                 assert row["mean_accepted_length"] == pytest.approx(length)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A finished benchmark."""
+
+    folder: Path
+    document: dict[str, Any]
+    pair: Bigram
+
+    def arguments(self, folder: Path, *change: object) -> list[object]:
+        """Its command with another folder."""
+        own = ("--temp", "0,1", "--concurrency", "2", "--prompt-tokens", "64")
+        return arguments(self.pair, folder, *own, *change)
+
+    def copy(self, folder: Path) -> Path:
+        """Copy its results, to go on with them."""
+        shutil.copytree(self.folder, folder)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def measured(pair: Bigram, bin_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    folder = tmp_path_factory.mktemp("measured") / "out"
+    given = Measured(folder, {}, pair).arguments(folder, "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_cpp", *map(str, given)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return Measured(folder, json.loads(done.stdout), pair)
+
+
 @pytest.mark.native
-def test_measure_then_resume(
-    command: Callable[..., Any], pair: Bigram, bin_dir: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    out = tmp_path / "out"
-    given = arguments(pair, out, "--temp", "0,1", "--concurrency", "2", "--prompt-tokens", "64")
-    done = command(*given, "--json")
-    assert (done.code, done.out[:1]) == (0, "{"), done.err
-    found = json.loads(done.out)
-    assert json.loads((out / "bench.json").read_text()) == found
+def test_the_numbers_follow_from_the_answers(measured: Measured) -> None:
+    found = measured.document
+    assert json.loads((measured.folder / "bench.json").read_text()) == found
     check(found, 2)
     assert [lane["name"] for lane in found["lanes"]] == ["plain", "fixed-3"]
     kinds = [m["kind"] for m in found["measurements"]]
@@ -428,41 +454,64 @@ def test_measure_then_resume(
         elif m["kind"] == "prompt":
             assert m["prompt_n"] == 64
     assert found["plots"] == ["speedup.png", "acceptance.png", "concurrency.png"]
-    assert all((out / name).read_bytes().startswith(PNG) for name in found["plots"])
-    assert found["sessions"][0]["busy_before"] == found["sessions"][0]["busy_after"] == 0.25
+    pictures = [measured.folder / name for name in found["plots"]]
+    assert all(p.read_bytes().startswith(PNG) for p in pictures)
+    assert {"cpu", "cores", "busy_before", "busy_after"} <= found["sessions"][0].keys()
 
-    # cut off the end, as a lost machine would: only that is measured again
+
+@pytest.mark.native
+def test_only_what_is_missing_is_measured_again(
+    command: Callable[..., Any], measured: Measured, tmp_path: Path
+) -> None:
+    out = measured.copy(tmp_path / "out")
+    # cut off the end, as a lost machine would: two simultaneous requests and the last line
     whole = (out / FILE_NAME).read_bytes().splitlines(keepends=True)
     (out / FILE_NAME).write_bytes(b"".join(whole[:-3]) + whole[-3][:20])
-    again = json.loads(command(*given, "--resume", "--json").out)
-    assert again["measurements"][:-2] == found["measurements"][:-2]
-    assert {key_of(m) for m in again["measurements"]} == {key_of(m) for m in found["measurements"]}
-    assert len(again["sessions"]) == 2
+    again = json.loads(command(*measured.arguments(out), "--resume", "--json").out)
+    before = measured.document["measurements"]
+    assert again["measurements"][:-2] == before[:-2]
+    assert {key_of(m) for m in again["measurements"]} == {key_of(m) for m in before}
+    assert again["sessions"][1]["busy_before"] == again["sessions"][1]["busy_after"] == 0.25
     check(again, 2)
 
+
+@pytest.mark.native
+def test_a_finished_benchmark_is_shown_again(
+    command: Callable[..., Any], measured: Measured, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def none(*_: object) -> None:
         raise AssertionError("a server was started although everything is there")
 
     monkeypatch.setattr(Servers, "get", none)
+    given = measured.arguments(measured.copy(tmp_path / "out"))
     shown = command(*given, "--resume")
     assert shown.code == 0
     assert "24 measurements are in" in shown.err
     assert "0 are left" in shown.err
-    assert "warning: other work took 25 % of the processor" in shown.err
     assert "Speed of llama-server, one request at a time" in shown.out
     assert "Tokens/s of all simultaneous requests" in shown.out
     assert re.search(r"^temperature 0: drafting .* times plain", shown.out, re.MULTILINE)
     assert re.fullmatch(r"\d+\.\d\d\n", command(*given, "--resume", "-q").out)
 
-    for change, code, said in (
-        ([], 2, "holds the results of an earlier run"),
-        (["--resume", "-n", "13"], 2, "other settings (n_predict 12 there, 13 now), expected"),
-        (["--resume", "--prompts", __file__], 2, "other settings"),
-    ):
-        refused = command(*given, *change)
-        assert (refused.code, refused.out) == (code, "")
-        assert said in refused.err
-    assert json.loads((out / "bench.json").read_text()) == again
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ([], "holds the results of an earlier run, expected a folder without any"),
+        (["--resume", "-n", "13"], "other settings (n_predict 12 there, 13 now), expected"),
+        (["--resume", "--prompts", __file__], "other settings"),
+    ],
+)
+def test_results_of_other_settings_are_refused(
+    command: Callable[..., Any], measured: Measured, change: list[str], said: str
+) -> None:
+    before = (measured.folder / FILE_NAME).read_bytes()
+    refused = command(*measured.arguments(measured.folder), *change)
+    assert (refused.code, refused.out) == (2, "")
+    assert said in refused.err
+    assert (measured.folder / FILE_NAME).read_bytes() == before
 
 
 @pytest.mark.native
@@ -589,4 +638,4 @@ def test_one_server_at_a_time(
 
 
 def test_the_built_in_set_is_enough_for_the_levels_by_default() -> None:
-    assert max(bench.CONCURRENCY) <= len(builtin_prompts())
+    assert max(bench_options.CONCURRENCY) <= len(builtin_prompts())
