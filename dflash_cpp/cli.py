@@ -127,6 +127,12 @@ def run(
             "--spec-draft-verify", case_sensitive=False, help="How sampled text is verified."
         ),
     ] = Verify.auto,
+    adaptive: Annotated[
+        OnOff,
+        typer.Option(
+            "--spec-draft-adaptive", case_sensitive=False, help="Draft as many tokens as pay."
+        ),
+    ] = OnOff.on,
     ctx_size: CtxSize = 4096,
     batch_size: Batch = 512,
     ubatch_size: UBatch = 512,
@@ -145,7 +151,7 @@ def run(
 
     options = PairOptions(
         model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
-        flash_attn is OnOff.on, verbose > 1, verify.value,
+        flash_attn is OnOff.on, verbose > 1, verify.value, adaptive is OnOff.on,
     )  # fmt: skip
     sampling = runner.Sampling(
         temp, top_k, top_p, min_p, repeat_penalty, None if seed < 0 else seed
@@ -218,7 +224,7 @@ def parity(
     chosen = spread(load_prompts(prompts) if prompts else builtin_prompts(), limit)
     options = PairOptions(
         model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
-        flash_attn is OnOff.on, verbose > 1,
+        flash_attn is OnOff.on, verbose > 1, adaptive=False,  # every round shall draft
     )  # fmt: skip
     with (
         open_pair(options) as llm,
@@ -373,7 +379,7 @@ def serve(context: typer.Context) -> None:
     arguments = passes_through(context.args)
     command = serve_command(context.args) if arguments is None else arguments
     if command.n_max is not None:
-        Console().info(f"drafting {command.n_max} tokens per round (--spec-draft-n-max)")
+        Console().info(f"drafting up to {command.n_max} tokens per round (--spec-draft-n-max)")
     replace_process(command)
 
 
