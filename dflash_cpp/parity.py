@@ -186,10 +186,12 @@ def greedy(
     import llama_cpp
 
     vocab = llama_cpp.llama_model_get_vocab(llm.model)
-    room = min(n_predict, llm.n_ctx() - len(prompt))
+    # llama.cpp rounds a small context up, `Llama` keeps no ids beyond what was asked for
+    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    room = min(n_predict, n_ctx - len(prompt))
     if room < 1:
         raise InputError(
-            f"the prompt has {len(prompt)} tokens, expected fewer than the context's {llm.n_ctx()}",
+            f"the prompt has {len(prompt)} tokens, expected fewer than the context's {n_ctx}",
             hint="use a larger -c/--ctx-size",
         )
     llm.reset()

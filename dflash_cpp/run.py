@@ -135,10 +135,12 @@ def generate(
     """
     import llama_cpp
 
-    room = llm.n_ctx() - len(prompt)
+    # llama.cpp rounds a small context up, `Llama` keeps no ids beyond what was asked for
+    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    room = n_ctx - len(prompt)
     if room < 1:
         raise InputError(
-            f"the prompt has {len(prompt)} tokens, expected fewer than the context's {llm.n_ctx()}",
+            f"the prompt has {len(prompt)} tokens, expected fewer than the context's {n_ctx}",
             hint="use a larger -c/--ctx-size or a shorter prompt",
         )
     wanted = room if n_predict < 0 else min(n_predict, room)

@@ -127,6 +127,8 @@ def test_context_end(command: Callable[..., Any], pair: Bigram) -> None:
         (["--temp", -1], "greater than or equal to 0"),
         (["-fa", "maybe"], "'maybe' is not one of 'on', 'off'"),
         (["-p", "x" * 3000], "expected fewer than the context's 256"),
+        # llama.cpp makes 256 of it
+        (["-p", "x" * 3000, "-c", 64], "expected fewer than the context's 64"),
         (["--nonsense"], "no such option"),
     ],
 )
