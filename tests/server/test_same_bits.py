@@ -67,6 +67,7 @@ def test_a_sample(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("arch", "drift"), [("llama", 0.28), ("qwen3", 0.28), ("qwen35", 0.15)])
 def test_fifty_thousand_tokens(
     arch: str, drift: float, bigram: Callable[..., Bigram], start: Callable[..., LlamaServer]
