@@ -21,7 +21,7 @@ _DEFAULT_KV = "F16"
 
 # Types with kernels whose results do not depend on the number of rows in the batch, and the most
 # rows they take (GGML_DFLASH_MUL_MAT_MAX_COLUMNS).
-EXACT_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0"})
+EXACT_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"})
 EXACT_ROWS = 64
 
 

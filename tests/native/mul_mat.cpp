@@ -1,10 +1,13 @@
 // One matrix product through ggml's CPU backend, for 1 to N columns at once; used by test_mul_mat.py.
 //
-//     mul_mat TYPE K ROWS N THREADS SEED SCALE LAYOUT
+//     mul_mat TYPE K ROWS N THREADS SEED SCALE LAYOUT SPECIAL
 //
-// LAYOUT is `file` or `repack` (the backend's interleaved weights). Prints JSON: for every number of
-// columns the largest error relative to the row's sum of |w x| in double precision (x as given, not
-// quantised), how many results differ from the same column computed alone, and a digest of the bits.
+// LAYOUT is `file` or `repack` (the backend's interleaved weights). SPECIAL is what the first column
+// has in it: `none`, one `nan`, `inf` or `-inf`, nothing but `zero`, or one `spike` of 30000.
+// Prints JSON: for every number of columns the largest error relative to the row's sum of |w x| in
+// double precision (x as given, not quantised; without a special column), how many results differ
+// from the same column computed alone, digests of the bits (of all columns, and of all but the first),
+// and how many results of the first column are finite.
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
@@ -33,11 +36,11 @@ static ggml_backend_buffer_type_t repack_type() {
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 9) {
-        fprintf(stderr, "expected 8 arguments\n");
+    if (argc != 10) {
+        fprintf(stderr, "expected 9 arguments\n");
         return 2;
     }
-    const std::string name = argv[1], layout = argv[8];
+    const std::string name = argv[1], layout = argv[8], special = argv[9];
     const int64_t     k = atoll(argv[2]), rows = atoll(argv[3]), n = atoll(argv[4]);
     const int         threads = atoi(argv[5]);
     const float       scale   = (float) atof(argv[7]);
@@ -59,6 +62,13 @@ int main(int argc, char ** argv) {
     }
     for (float & v : x) {
         v = normal(random) * scale;
+    }
+    if (special == "zero") {
+        std::fill(x.begin(), x.begin() + k, 0.0f);
+    } else if (special == "spike") {
+        x[k / 3] = 30000;
+    } else if (special != "none") {
+        x[k / 3] = strtof(special.c_str(), nullptr);
     }
     std::vector<char> packed(ggml_row_size(type, k) * rows);
     ggml_quantize_chunk(type, w.data(), packed.data(), 0, rows, k, nullptr);
@@ -114,7 +124,8 @@ int main(int argc, char ** argv) {
         }
         double   worst     = 0;
         int64_t  different = 0;
-        uint64_t digest    = 14695981039346656037ull;
+        int64_t  finite = 0;
+        uint64_t digest = 14695981039346656037ull, others = digest;
         for (int64_t c = 0; c < m; c++) {
             for (int64_t r = 0; r < rows; r++) {
                 double sum = 0, size = 0;
@@ -124,15 +135,21 @@ int main(int argc, char ** argv) {
                 }
                 const float value = y[c * rows + r];
                 const double error = std::fabs(value - sum) / (size > 0 ? size : 1);
-                worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+                if (c > 0 || special == "none") {
+                    worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+                }
+                finite += c == 0 && std::isfinite(value);
                 different += memcmp(&value, &alone[c * rows + r], sizeof(float)) != 0;
                 uint32_t bits;
                 memcpy(&bits, &value, sizeof(bits));
                 digest = (digest ^ bits) * 1099511628211ull;
+                others = c > 0 ? (others ^ bits) * 1099511628211ull : others;
             }
         }
-        printf("%s{\"n\": %d, \"error\": %.3e, \"different\": %d, \"digest\": \"%016llx\"}", m > 1 ? ", " : "", (int) m,
-               std::isinf(worst) ? 1e30 : worst, (int) different, (unsigned long long) digest);
+        printf("%s{\"n\": %d, \"error\": %.3e, \"different\": %d, \"digest\": \"%016llx\", \"others\": \"%016llx\", "
+               "\"finite\": %d}",
+               m > 1 ? ", " : "", (int) m, std::isinf(worst) ? 1e30 : worst, (int) different, (unsigned long long) digest,
+               (unsigned long long) others, (int) finite);
     }
     printf("]}\n");
     ggml_backend_buffer_free(weights_buffer);

@@ -19,9 +19,12 @@ SWITCH = "GGML_DFLASH_SMALL_BATCH"
 
 # Errors relative to sum |w x|. Float weights: a few roundings of 2^-24, spread over the lanes.
 # Quantised: each x is off by at most 1/254 of its block's largest value, which among 32 normal
-# numbers is about three times the mean size; more blocks average out.
+# numbers is about three times the mean size; more blocks average out. K-quants take x in blocks of
+# 256, whose largest value is about four times the mean size. A group's minimum is multiplied with
+# the sum of the same quantised x, so it is part of w and adds no error of its own.
 BOUND = {"f32": 1e-6, "f16": 1e-6, "bf16": 1e-6, "q8_0": 1.2e-2, "q4_0": 1.2e-2}
-TYPES = [*((name, "file") for name in BOUND), ("q4_0", "repack")]
+BOUND |= dict.fromkeys(("q4_K", "q5_K", "q6_K"), 1.6e-2)
+TYPES = [*((name, "file") for name in BOUND), ("q4_0", "repack"), ("q4_K", "repack")]
 
 pytestmark = pytest.mark.native
 
@@ -42,6 +45,11 @@ def program(lib_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def whole_blocks(k: int, name: str) -> int:
+    """Return the next width that consists of whole blocks."""
+    return -(-k // 256) * 256 if name.endswith("_K") else k
+
+
 def run(
     program: Path,
     kind: tuple[str, str],
@@ -53,6 +61,7 @@ def run(
     seed: int = 1,
     scale: float = 1.0,
     switch: str | None = None,
+    special: str = "none",
 ) -> list[dict[str, Any]]:
     """One entry per number of columns 1..n."""
     name, layout = kind
@@ -60,7 +69,7 @@ def run(
     if switch is not None:
         environment[SWITCH] = switch
     done = subprocess.run(
-        [program, name, *map(str, (k, rows, n, threads, seed, scale)), layout],
+        [program, name, *map(str, (k, rows, n, threads, seed, scale)), layout, special],
         capture_output=True, text=True, timeout=300, check=True, env=environment,
     )  # fmt: skip
     result = json.loads(done.stdout)
@@ -86,6 +95,7 @@ def ours(program: Path) -> None:
 def test_right_and_the_same_for_every_number_of_columns(
     program: Path, kind: tuple[str, str], k: int, rows: int, ours: None
 ) -> None:
+    k = whole_blocks(k, kind[0])
     for result in run(program, kind, k, rows, 18, threads=1 + rows % 3):
         assert result["error"] < BOUND[kind[0]], result
         assert result["different"] == 0, result
@@ -98,7 +108,7 @@ def test_rows_that_fill_no_tile(
 ) -> None:
     if kind[1] == "repack":
         rows = max(8, rows - rows % 8)  # the base interleaves eight
-    for result in run(program, kind, 64, rows, 3):
+    for result in run(program, kind, whole_blocks(64, kind[0]), rows, 9):
         assert result["error"] < BOUND[kind[0]]
         assert result["different"] == 0
 
@@ -124,16 +134,42 @@ def test_scales(program: Path, kind: tuple[str, str], scale: float, ours: None) 
 
 @pytest.mark.parametrize("kind", TYPES, ids="-".join)
 def test_threads_change_nothing(program: Path, kind: tuple[str, str], ours: None) -> None:
-    one = run(program, kind, 160, 200, 9)
-    assert all(run(program, kind, 160, 200, 9, threads=n) == one for n in (2, 3, 7))
+    k = whole_blocks(160, kind[0])
+    one = run(program, kind, k, 200, 9)
+    assert all(run(program, kind, k, 200, 9, threads=n) == one for n in (2, 3, 7))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids="-".join)
 def test_the_switch(program: Path, kind: tuple[str, str], ours: None) -> None:
-    """Off is the base's product: as right, with other roundings."""
-    on, off = (run(program, kind, 576, 96, 8, switch=value) for value in ("1", "0"))
+    """Off is the base's product: as right, with other roundings (but for Q4_0 interleaved)."""
+    k = whole_blocks(576, kind[0])
+    on, off = (run(program, kind, k, 96, 8, switch=value) for value in ("1", "0"))
     assert max(r["error"] for r in on) < 1.5 * max(r["error"] for r in off) + 1e-7
-    assert on != off
+    assert on != off or kind == ("q4_0", "repack")
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_K"])
+def test_the_layout_changes_nothing(program: Path, name: str, ours: None) -> None:
+    one, other = (run(program, (name, layout), 768, 88, 9) for layout in ("file", "repack"))
+    assert one == other
+
+
+@pytest.mark.parametrize("kind", TYPES, ids="-".join)
+@pytest.mark.parametrize("special", ["nan", "inf", "-inf", "zero", "spike"])
+def test_special_columns(program: Path, kind: tuple[str, str], special: str, ours: None) -> None:
+    """One such column: finite where the base's result is, and the others do not see it."""
+    plain, on, off = (
+        run(program, kind, 512, 40, 6, switch=switch, special=what)
+        for switch, what in (("1", "none"), ("1", special), ("0", special))
+    )
+    for ordinary, result, base in zip(plain, on, off, strict=True):
+        assert result["different"] == 0
+        assert result["others"] == ordinary["others"]
+        assert result["finite"] == base["finite"]
+        if special in ("zero", "spike"):
+            assert result["finite"] == 40
+        elif special != "nan" or not kind[0].startswith("q"):  # quantising drops NaN
+            assert result["finite"] == 0
 
 
 def test_beyond_the_limit_the_base_computes(program: Path, ours: None) -> None:

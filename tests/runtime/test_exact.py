@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 from twins import ARCHS
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 WIDTHS = (2, 3, 5, 8, 16, 33)
+
+# K-quants have blocks of 256: with other widths llama-quantize would choose other types
+WHOLE_BLOCKS = {"n_embd": 512, "n_head": 8, "n_ff": 512, "ssm_state": 64}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,8 @@ def open_target(exact: None, bin_dir: Path, tmp_path: Path) -> Iterator[Callable
     opened: list[Any] = []
 
     def make(arch: str, dtype: str, n_ctx: int = 256, **settings: Any) -> Any:
-        file = tiny.make_target(tmp_path / "f32.gguf", arch, head_dim=64)
+        shape = WHOLE_BLOCKS if dtype.endswith("_k") else {}
+        file = tiny.make_target(tmp_path / "f32.gguf", arch, head_dim=64, **shape)
         if dtype != "f32":
             command = [bin_dir / "llama-quantize", "--pure", file, tmp_path / "t.gguf", dtype, "1"]
             subprocess.run(command, check=True, capture_output=True)

@@ -1,14 +1,15 @@
 // Kernels for matrix products of few columns.
 //
 // Quantised weights: a tile is LANES rows of weights and up to MAX_TILE columns. The lanes of a
-// vector are rows, so a block of 32 values is transposed on the fly into eight vectors of four bytes
-// per row; each is multiplied with the same four bytes of every column. The integer sum of a block is
-// exact; then acc = fma(sum, d_w * d_x, acc), block after block. Float weights: the lanes are 16
-// (or 8) consecutive k, one accumulator per row and column, summed across lanes at the end.
-// In both the order of a result's operations does not depend on the tile it is computed in.
+// vector are rows, so 32 values are transposed on the fly into eight vectors of four bytes per row;
+// each is multiplied with the same four bytes of every column. The integer sum of a block is exact;
+// then acc = fma(sum, d_w * d_x, acc), block after block. K-quants have blocks of 256 values in groups
+// of 16 or 32: the sums of the groups are weighted and added up first, then d_x and acc follow. Float
+// weights: the lanes are 16 (or 8) consecutive k, one accumulator per row and column, summed across
+// lanes at the end. Nowhere does the order of a result's operations depend on the tile it falls into.
 //
-// Per 16 rows x 32 k and column the AVX-512 kernel issues 8 dot products and 4 other operations for
-// 512 multiply-adds, and about 50 operations to unpack, once for all columns; see docs/kernels.md.
+// Per 16 rows x 32 k and column the AVX-512 kernels issue 8 dot products and 3 or 4 other operations
+// for 512 multiply-adds, and 20 to 60 operations to unpack, once for all columns; see docs/kernels.md.
 
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -38,6 +39,11 @@
 #define DFLASH_LANES 8
 #endif
 
+// four products of bytes per lane, added up
+#if DFLASH_LANES == 16 || defined(__AVXVNNI__)
+#define DFLASH_DOT
+#endif
+
 #ifdef DFLASH_LANES
 
 #include <immintrin.h>
@@ -46,7 +52,7 @@ namespace {
 
 constexpr int     LANES    = DFLASH_LANES;
 constexpr int     MAX_TILE = LANES == 16 ? 12 : 4;  // columns of a quantised tile: what the registers hold
-constexpr int64_t QK       = 32;                    // values of a block
+constexpr int64_t QK       = 32;                    // values of a block, except in K-quants
 
 // ---- vectors ------------------------------------------------------------------------------------
 
@@ -55,10 +61,6 @@ constexpr int64_t QK       = 32;                    // values of a block
 using fvec = __m512;
 using ivec = __m512i;
 
-// The dot product wants one unsigned side: weights are shifted by WEIGHT_SHIFT, and every block's sum
-// starts from -WEIGHT_SHIFT * (sum of the column's four values in that lane's place) instead of zero.
-constexpr bool UNSIGNED_WEIGHTS = true;
-
 inline fvec fzero() { return _mm512_setzero_ps(); }
 inline fvec fset(float x) { return _mm512_set1_ps(x); }
 inline fvec fmul(fvec a, fvec b) { return _mm512_mul_ps(a, b); }
@@ -66,9 +68,18 @@ inline fvec fma(fvec a, fvec b, fvec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float fsum(fvec a) { return _mm512_reduce_add_ps(a); }
 inline fvec to_float(ivec a) { return _mm512_cvtepi32_ps(a); }
 inline ivec iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline fvec magnitude(fvec a) { return _mm512_abs_ps(a); }
+inline fvec larger(fvec a, fvec b) { return _mm512_max_ps(a, b); }  // b if one is no number
+inline float largest(fvec a) { return _mm512_reduce_max_ps(a); }
 inline ivec dot(ivec acc, ivec w, ivec x) { return _mm512_dpbusd_epi32(acc, w, x); }
-inline ivec pair(const int8_t * x) { int64_t v; memcpy(&v, x, 8); return _mm512_set1_epi64(v); }
-inline ivec start_pair(int32_t x) { return _mm512_set1_epi64((uint32_t) x); }  // the first lane of each pair
+inline ivec dot16(ivec acc, ivec w, ivec x) { return _mm512_dpwssd_epi32(acc, w, x); }
+inline fvec minus(fvec c, fvec a, fvec b) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
+
+// rounded; 0 for what is no number below 128
+inline void store_rounded(int8_t * y, fvec v) {
+    const __mmask16 fits = _mm512_cmp_ps_mask(magnitude(v), fset(128), _CMP_LT_OQ);
+    _mm_storeu_si128((__m128i *) y, _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(fits, v)));
+}
 
 // all lanes but the first `skip`
 inline void store(float * y, fvec v, int skip) {
@@ -86,16 +97,29 @@ inline fvec load(const ggml_bf16_t * x) {
 using fvec = __m256;
 using ivec = __m256i;
 
-constexpr bool UNSIGNED_WEIGHTS = false;
-
 inline fvec fzero() { return _mm256_setzero_ps(); }
 inline fvec fset(float x) { return _mm256_set1_ps(x); }
 inline fvec fmul(fvec a, fvec b) { return _mm256_mul_ps(a, b); }
 inline fvec fma(fvec a, fvec b, fvec c) { return _mm256_fmadd_ps(a, b, c); }
 inline fvec to_float(ivec a) { return _mm256_cvtepi32_ps(a); }
 inline ivec iset(int32_t x) { return _mm256_set1_epi32(x); }
-inline ivec pair(const int8_t * x) { int64_t v; memcpy(&v, x, 8); return _mm256_set1_epi64x(v); }
-inline ivec start_pair(int32_t) { return _mm256_setzero_si256(); }
+inline fvec minus(fvec c, fvec a, fvec b) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
+
+inline fvec magnitude(fvec a) { return _mm256_andnot_ps(fset(-0.0f), a); }
+inline fvec larger(fvec a, fvec b) { return _mm256_max_ps(a, b); }  // b if one is no number
+
+inline float largest(fvec a) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+// rounded; 0 for what is no number below 128
+inline void store_rounded(int8_t * y, fvec v) {
+    const __m256i q = _mm256_cvtps_epi32(_mm256_and_ps(v, _mm256_cmp_ps(magnitude(v), fset(128), _CMP_LT_OQ)));
+    const __m128i w = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
+    _mm_storel_epi64((__m128i *) y, _mm_packs_epi16(w, w));
+}
 
 inline float fsum(fvec a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -103,15 +127,14 @@ inline float fsum(fvec a) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
-inline ivec dot(ivec acc, ivec w, ivec x) {
-    // |w| <= 128 and |x| <= 127: two products fit 16 bits
-    const ivec a = _mm256_abs_epi8(w), b = _mm256_sign_epi8(x, w);
-#ifdef __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(acc, a, b);
+#ifdef DFLASH_DOT
+inline ivec dot(ivec acc, ivec w, ivec x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
+inline ivec dot16(ivec acc, ivec w, ivec x) { return _mm256_dpwssd_avx_epi32(acc, w, x); }
 #else
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+inline ivec dot16(ivec acc, ivec w, ivec x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
+inline ivec dot8(ivec w, ivec x) { return _mm256_maddubs_epi16(w, x); }  // pairs, in 16 bits
+inline ivec add16(ivec a, ivec b) { return _mm256_add_epi16(a, b); }
 #endif
-}
 
 // all lanes but the first `skip`
 inline void store(float * y, fvec v, int skip) {
@@ -130,6 +153,19 @@ inline fvec load(const ggml_bf16_t * x) {
 
 inline ivec quad(const int8_t * x) { int32_t v; memcpy(&v, x, 4); return iset(v); }
 
+#ifdef DFLASH_DOT
+// dot() with the four bytes at x in every lane
+inline ivec dot_quad(ivec acc, ivec w, const int8_t * x) {
+#if DFLASH_LANES == 16 && defined(__GNUC__)
+    // one instruction; compilers make two of it
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int8_t (*)[4]) x));
+    return acc;
+#else
+    return dot(acc, w, quad(x));
+#endif
+}
+#endif
+
 // ---- activations --------------------------------------------------------------------------------
 
 // The quantised columns, block after block: for each block the 32 bytes of every column, the scales of
@@ -139,6 +175,8 @@ struct Columns {
     int64_t n;         // columns
     int64_t n_blocks;  // blocks per column
 
+    static constexpr int64_t BLOCK = QK;
+
     static size_t bytes(int64_t k, int64_t n) { return (size_t) (k / QK) * n * (QK + 8); }
 
     size_t    stride() const { return n * (QK + 8); }  // bytes from block to block
@@ -147,8 +185,8 @@ struct Columns {
     int32_t * start(int64_t b, int64_t c) const { return (int32_t *) d(b, n) + c; }
 };
 
-// Quantises blocks [first, last) of column c as the base does; `shift` is what weights are shifted by.
-void quantize(const float * x, const Columns & out, int64_t c, int64_t first, int64_t last, int shift) {
+// Quantises blocks [first, last) of column c as the base does; W::SHIFT is what weights are shifted by.
+template <class W> void quantize(const float * x, const Columns & out, int64_t c, int64_t first, int64_t last) {
     constexpr int64_t CHUNK = 16;
     block_q8_0        blocks[CHUNK];
     for (int64_t b0 = first; b0 < last; b0 += CHUNK) {
@@ -161,12 +199,75 @@ void quantize(const float * x, const Columns & out, int64_t c, int64_t first, in
             }
             memcpy(out.q(b0 + i, c), blocks[i].qs, QK);
             *out.d(b0 + i, c)     = GGML_CPU_FP16_TO_FP32(blocks[i].d);
-            *out.start(b0 + i, c) = -shift * sum;
+            *out.start(b0 + i, c) = -W::SHIFT * sum;
         }
     }
 }
 
-// ---- quantised weights, rows as in the file ------------------------------------------------------
+// The same for K-quants. What `sums` holds is the weights' choice (W::sums).
+struct Column_K {
+    float   d;
+    int32_t sums[16];
+    int8_t  q[QK_K];
+};
+
+struct Columns_K {
+    char *  data;
+    int64_t n;         // columns
+    int64_t n_blocks;  // blocks per column
+
+    static constexpr int64_t BLOCK = QK_K;
+
+    static size_t bytes(int64_t k, int64_t n) { return (size_t) (k / QK_K) * n * sizeof(Column_K); }
+
+    Column_K * at(int64_t b, int64_t c) const { return (Column_K *) data + b * n + c; }
+};
+
+// The base's quantize_row_q8_K, but faster; it may give d and all values the other sign, which cancels.
+inline void quantize_k(const float * x, Column_K & out) {
+    fvec top = fzero();
+    for (int i = 0; i < QK_K; i += LANES) {
+        top = larger(magnitude(load(x + i)), top);
+    }
+    const float most = largest(top);
+    if (most == 0) {
+        out.d = 0;
+        memset(out.q, 0, QK_K);
+        return;
+    }
+    const float inverse = 127 / most;
+    out.d = 1 / inverse;
+    for (int i = 0; i < QK_K; i += LANES) {
+        store_rounded(out.q + i, fmul(load(x + i), fset(inverse)));
+    }
+}
+
+template <class W> void quantize(const float * x, const Columns_K & out, int64_t c, int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; b++) {
+        Column_K & to = *out.at(b, c);
+        quantize_k(x + b * QK_K, to);
+        int32_t sums[16];
+        for (int g = 0; g < 16; g++) {
+            sums[g] = 0;
+            for (int j = 0; j < 16; j++) {
+                sums[g] += to.q[16 * g + j];
+            }
+        }
+        W::sums(sums, to.sums);
+    }
+}
+
+// n numbers as pairs of 16 bits in the order in which pairs_even() and pairs_odd() take bytes apart:
+// 0 and 2, 1 and 3, 4 and 6, ...
+inline void to_pairs(const int32_t * x, int n, int32_t * out) {
+    for (int i = 0; i < n; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            out[i / 2 + j] = (int32_t) ((uint32_t) (x[i + j] & 0xffff) | (uint32_t) x[i + j + 2] << 16);
+        }
+    }
+}
+
+// ---- bytes of many rows --------------------------------------------------------------------------
 
 #if DFLASH_LANES == 16
 
@@ -187,15 +288,34 @@ inline void transpose(const char * w, size_t stride, ivec out[4]) {
     out[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-inline fvec scales(const char * w, size_t stride) {
-    const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                          _mm512_set1_epi32((int) stride));
-    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_i32gather_epi32(at, w, 1)));
+// Four bytes of each row, at `at` and a stride apart.
+inline ivec gather(const char * at, size_t stride) {
+    const __m512i rows = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                            _mm512_set1_epi32((int) stride));
+    return _mm512_i32gather_epi32(rows, at, 1);
 }
 
-inline ivec low_nibbles(ivec v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-inline ivec high_nibbles(ivec v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
-inline ivec flip(ivec v, uint8_t bits) { return _mm512_xor_si512(v, _mm512_set1_epi8((char) bits)); }
+// The lower half of each lane.
+inline fvec half(ivec v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
+
+inline ivec  bits(ivec v, uint8_t mask) { return _mm512_and_si512(v, _mm512_set1_epi8((char) mask)); }
+inline ivec  flip(ivec v, uint8_t mask) { return _mm512_xor_si512(v, _mm512_set1_epi8((char) mask)); }
+template <int N> inline ivec left(ivec v) { return _mm512_slli_epi16(v, N); }
+template <int N> inline ivec right(ivec v) { return _mm512_srli_epi16(v, N); }
+template <int N> inline ivec right32(ivec v) { return _mm512_srli_epi32(v, N); }
+inline ivec  signed_right8(ivec v) { return _mm512_srai_epi16(v, 8); }
+inline ivec  low16(ivec v) { return _mm512_and_si512(v, _mm512_set1_epi32(0x00ff00ff)); }
+
+// a | (b & mask)
+inline ivec with_bits(ivec a, ivec b, uint8_t mask) {
+    return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi8((char) mask), 0xf8);
+}
+
+// Byte I of each lane.
+template <int I> inline ivec byte(ivec v) {
+    return I == 3 ? _mm512_srli_epi32(v, 24) : _mm512_and_si512(_mm512_srli_epi32(v, 8 * I), _mm512_set1_epi32(255));
+}
+template <int I> inline ivec signed_byte(ivec v) { return _mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * I), 24); }
 
 #else
 
@@ -215,58 +335,220 @@ inline void transpose(const char * w, size_t stride, ivec out[4]) {
     out[3] = _mm256_unpackhi_epi64(b, d);
 }
 
-inline fvec scales(const char * w, size_t stride) {
-    alignas(16) ggml_half d[8];
+// Four bytes of each row, at `at` and a stride apart.
+inline ivec gather(const char * at, size_t stride) {
+    alignas(32) int32_t v[8];
     for (int i = 0; i < 8; i++) {
-        memcpy(d + i, w + i * stride, sizeof(ggml_half));
+        memcpy(v + i, at + i * stride, sizeof(int32_t));
     }
-    return _mm256_cvtph_ps(_mm_load_si128((const __m128i *) d));
+    return _mm256_load_si256((const __m256i *) v);
 }
 
-inline ivec low_nibbles(ivec v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-inline ivec high_nibbles(ivec v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+// The lower half of each lane.
+inline fvec half(ivec v) {
+    const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08)));
+}
+
+inline ivec  bits(ivec v, uint8_t mask) { return _mm256_and_si256(v, _mm256_set1_epi8((char) mask)); }
+inline ivec  flip(ivec v, uint8_t mask) { return _mm256_xor_si256(v, _mm256_set1_epi8((char) mask)); }
+template <int N> inline ivec left(ivec v) { return _mm256_slli_epi16(v, N); }
+template <int N> inline ivec right(ivec v) { return _mm256_srli_epi16(v, N); }
+template <int N> inline ivec right32(ivec v) { return _mm256_srli_epi32(v, N); }
+inline ivec  signed_right8(ivec v) { return _mm256_srai_epi16(v, 8); }
+inline ivec  low16(ivec v) { return _mm256_and_si256(v, _mm256_set1_epi32(0x00ff00ff)); }
+
+// a | (b & mask)
+inline ivec with_bits(ivec a, ivec b, uint8_t mask) { return _mm256_or_si256(a, bits(b, mask)); }
+
+#ifdef DFLASH_DOT
+// Byte I of each lane.
+template <int I> inline ivec byte(ivec v) {
+    return I == 3 ? _mm256_srli_epi32(v, 24) : _mm256_and_si256(_mm256_srli_epi32(v, 8 * I), _mm256_set1_epi32(255));
+}
+template <int I> inline ivec signed_byte(ivec v) { return _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * I), 24); }
+#else
+// Byte I of each lane, twice as 16 bits.
+template <int I> inline ivec byte(ivec v) {
+    return _mm256_shuffle_epi8(v, _mm256_add_epi32(_mm256_set1_epi32((int) (0x80008000u + 0x00010001u * I)),
+                                                   _mm256_setr_epi32(0, 0x00040004, 0x00080008, 0x000c000c,
+                                                                     0, 0x00040004, 0x00080008, 0x000c000c)));
+}
+template <int I> inline ivec signed_byte(ivec v) { return signed_right8(left<8>(byte<I>(v))); }
+#endif
 
 #endif
 
-struct Q8_0 {
-    using block                     = block_q8_0;
-    static constexpr int    SHIFT   = 128;
-    static constexpr size_t SCALE   = offsetof(block_q8_0, d);
+inline fvec upper_half(ivec v) { return half(right32<16>(v)); }
+inline ivec low_nibbles(ivec v) { return bits(v, 15); }
+inline ivec high_nibbles(ivec v) { return bits(right<4>(v), 15); }
 
-    // eight vectors; vector j holds values 4j..4j+3 of every row
-    static void unpack(const char * w, size_t stride, ivec out[8]) {
-        transpose(w + offsetof(block_q8_0, qs), stride, out);
-        transpose(w + offsetof(block_q8_0, qs) + 16, stride, out + 4);
+// The four bytes of each lane as two pairs of 16 bits: 0 and 2, 1 and 3.
+inline ivec pairs_even(ivec v) { return low16(v); }
+inline ivec pairs_odd(ivec v) { return right<8>(v); }
+inline ivec signed_pairs_even(ivec v) { return signed_right8(left<8>(v)); }
+inline ivec signed_pairs_odd(ivec v) { return signed_right8(v); }
+
+// ---- rows interleaved by eight -------------------------------------------------------------------
+
+// The base's layout for AVX2: eight bytes of a row are followed by the same bytes of the next one. A
+// tile of 16 lanes is two such groups, `next` bytes apart. With eight lanes the rows of a vector come
+// as 0 1 4 5 2 3 6 7, which saves a shuffle per vector; in_order() is for those few that matter.
+
 #if DFLASH_LANES == 16
-        for (int j = 0; j < 8; j++) {
-            out[j] = flip(out[j], 0x80);  // adds 128
-        }
+
+// 64 bytes of each group -> the first and the second four bytes of every row
+inline void split_x8(const void * at, size_t next, ivec & even, ivec & odd) {
+    const __m512i a = _mm512_loadu_si512(at), b = _mm512_loadu_si512((const char *) at + next);
+    const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = _mm512_permutex2var_epi32(a, first, b);
+    odd  = _mm512_permutex2var_epi32(a, _mm512_add_epi32(first, iset(1)), b);
+}
+
+inline fvec halves_x8(const ggml_half * at, size_t next) {
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(
+        _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) at)),
+        _mm_loadu_si128((const __m128i *) ((const char *) at + next)), 1));
+}
+
+inline fvec in_order(fvec v) { return v; }
+
+#else
+
+inline void split_x8(const void * at, size_t, ivec & even, ivec & odd) {
+    const __m256 a = _mm256_loadu_ps((const float *) at), b = _mm256_loadu_ps((const float *) at + 8);
+    even = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+    odd  = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
+}
+
+// its own inverse
+inline fvec in_order(fvec v) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8)); }
+
+inline fvec halves_x8(const ggml_half * at, size_t) {
+    return in_order(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) at)));
+}
+
 #endif
-    }
+
+// How weights lie in memory: `next` is what the kernels take as the distance of rows (or groups).
+struct In_file {
+    static constexpr bool X8 = false;
+    static size_t next(size_t row) { return row; }
 };
 
-struct Q4_0 {
-    using block                     = block_q4_0;
-    static constexpr int    SHIFT   = 8;
-    static constexpr size_t SCALE   = offsetof(block_q4_0, d);
+struct In_x8 {
+    static constexpr bool X8 = true;
+    static size_t next(size_t row) { return 8 * row; }
+};
 
-    static void unpack(const char * w, size_t stride, ivec out[8]) {
+// Fetches part `part` of `parts` of the block of `size` bytes, of the rows behind this tile's.
+template <class W> inline void prefetch(const char * w, size_t next, int part, int parts) {
+    constexpr int N     = W::X8 ? LANES / 8 : LANES;
+    const int     lines = (int) (sizeof(typename W::block) + 63) / 64;
+    for (int l = lines * part / parts; l < lines * (part + 1) / parts; l++) {
+        for (int r = 0; r < N; r++) {
+            _mm_prefetch(w + (N + r) * next + 64 * l, _MM_HINT_T0);
+        }
+    }
+}
+
+// ---- weights in blocks of 32 ---------------------------------------------------------------------
+
+struct Q8_0 : In_file {
+    using columns = Columns;
+    using block   = block_q8_0;
+#ifdef DFLASH_DOT
+    static constexpr int SHIFT = 128;  // the dot product wants one unsigned side
+#else
+    static constexpr int SHIFT = 0;
+#endif
+
+    // eight vectors; vector j holds values 4j..4j+3 of every row
+    static void unpack(const char * w, size_t next, ivec out[8]) {
+        transpose(w + offsetof(block, qs), next, out);
+        transpose(w + offsetof(block, qs) + 16, next, out + 4);
+        for (int j = 0; j < 8; j++) {
+            out[j] = flip(out[j], SHIFT);
+        }
+    }
+
+    static fvec scales(const char * w, size_t next) { return half(gather(w + offsetof(block, d), next)); }
+};
+
+struct Q4_0 : In_file {
+    using columns = Columns;
+    using block   = block_q4_0;
+    static constexpr int SHIFT = 8;
+
+    static void unpack(const char * w, size_t next, ivec out[8]) {
         ivec both[4];
-        transpose(w + offsetof(block_q4_0, qs), stride, both);
+        transpose(w + offsetof(block, qs), next, both);
         for (int j = 0; j < 4; j++) {
             out[j]     = low_nibbles(both[j]);
             out[4 + j] = high_nibbles(both[j]);
-#if DFLASH_LANES == 8
-            out[j]     = _mm256_sub_epi8(out[j], _mm256_set1_epi8(8));
-            out[4 + j] = _mm256_sub_epi8(out[4 + j], _mm256_set1_epi8(8));
-#endif
         }
+    }
+
+    static fvec scales(const char * w, size_t next) { return half(gather(w + offsetof(block, d), next)); }
+};
+
+struct Q4_0_x8 : In_x8 {
+    using columns = Columns;
+    using block   = block_q4_0x8;
+    static constexpr int SHIFT = 8;
+
+    static void unpack(const char * w, size_t next, ivec out[8]) {
+        ivec both[4];
+        split_x8(w + offsetof(block, qs), next, both[0], both[1]);
+        split_x8(w + offsetof(block, qs) + 64, next, both[2], both[3]);
+        for (int j = 0; j < 4; j++) {
+            both[j]    = flip(both[j], 0x88);  // stored as two's complement: flipping the top bit adds 8
+            out[j]     = low_nibbles(both[j]);
+            out[4 + j] = high_nibbles(both[j]);
+        }
+    }
+
+    static fvec scales(const char * w, size_t next) {
+        return halves_x8((const ggml_half *) (w + offsetof(block, d)), next);
     }
 };
 
+// Adds to sum[c] the products of a block's weights with column c.
+template <class W, int C> inline void add_block(const ivec weights[8], const int8_t * q, ivec sum[C]) {
+#ifdef DFLASH_DOT
+    for (int j = 0; j < 8; j++) {
+        for (int c = 0; c < C; c++) {
+            sum[c] = dot_quad(sum[c], weights[j], q + c * QK + 4 * j);
+        }
+    }
+#else
+    const ivec one = _mm256_set1_epi16(1);
+    for (int c = 0; c < C; c++) {
+        if constexpr (W::SHIFT == 0) {
+            for (int j = 0; j < 8; j++) {  // |w| <= 128 and |x| <= 127: two products fit 16 bits
+                const ivec x = _mm256_sign_epi8(quad(q + c * QK + 4 * j), weights[j]);
+                sum[c] = dot16(sum[c], dot8(_mm256_abs_epi8(weights[j]), x), one);
+            }
+        } else {
+            ivec s = dot8(weights[0], quad(q + c * QK));  // 0 <= w < 16: sixteen products fit
+            for (int j = 1; j < 8; j++) {
+                s = add16(s, dot8(weights[j], quad(q + c * QK + 4 * j)));
+            }
+            sum[c] = dot16(sum[c], s, one);
+        }
+    }
+#endif
+}
+
+template <int C> void store_tile(const fvec acc[C], bool x8, int skip, float * y, size_t y_stride) {
+    for (int c = 0; c < C; c++) {
+        store((float *) ((char *) y + c * y_stride), x8 ? in_order(acc[c]) : acc[c], skip);
+    }
+}
+
 // LANES rows x C columns; the first `skip` rows are not written
 template <class W, int C>
-void tile(const char * w, size_t w_stride, int skip, const Columns & x, int c0, float * y, size_t y_stride) {
+void tile(const char * w, size_t next, int skip, const Columns & x, int c0, float * y, size_t y_stride) {
     const int8_t *  q     = x.q(0, c0);
     const float *   d     = x.d(0, c0);
     const int32_t * start = x.start(0, c0);
@@ -277,19 +559,13 @@ void tile(const char * w, size_t w_stride, int skip, const Columns & x, int c0, 
     }
     for (int64_t b = 0; b < x.n_blocks; b++) {
         ivec weights[8], sum[C];
-        W::unpack(w, w_stride, weights);
-        for (int r = 0; r < LANES; r++) {
-            _mm_prefetch(w + (LANES + r) * w_stride, _MM_HINT_T0);  // the rows behind these
-        }
-        const fvec scale = scales(w + W::SCALE, w_stride);
+        W::unpack(w, next, weights);
+        prefetch<W>(w, next, 0, 1);
+        const fvec scale = W::scales(w, next);
         for (int c = 0; c < C; c++) {
-            sum[c] = iset(UNSIGNED_WEIGHTS ? start[c] : 0);
+            sum[c] = iset(start[c]);
         }
-        for (int j = 0; j < 8; j++) {
-            for (int c = 0; c < C; c++) {
-                sum[c] = dot(sum[c], weights[j], quad(q + c * QK + 4 * j));
-            }
-        }
+        add_block<W, C>(weights, q, sum);
         for (int c = 0; c < C; c++) {
             acc[c] = fma(to_float(sum[c]), fmul(scale, fset(d[c])), acc[c]);
         }
@@ -298,72 +574,380 @@ void tile(const char * w, size_t w_stride, int skip, const Columns & x, int c0, 
         d     = (const float *) ((const char *) d + step);
         start = (const int32_t *) ((const char *) start + step);
     }
+    store_tile<C>(acc, W::X8, skip, (float *) ((char *) y + c0 * y_stride), y_stride);
+}
+
+// ---- K-quants ------------------------------------------------------------------------------------
+
+// A block's 256 values are unpacked in four steps of two times 32: J = 0..3, and HIGH for the second,
+// which shares its bytes with the first. With a dot product instruction the groups' sums are weighted
+// and added up as floats, else as integers, which are exact until the end.
+
+#ifdef DFLASH_DOT
+using partial = fvec;
+using weight  = fvec;  // of a group: d * its scale
+inline partial nothing() { return fzero(); }
+#else
+using partial = ivec;
+using weight  = ivec;  // its scale, twice as 16 bits
+inline partial nothing() { return iset(0); }
+#endif
+
+// High nibbles, 16 times as large where that may stay so: the weight makes up for it.
+inline ivec large_nibbles(ivec v) {
+#ifdef DFLASH_DOT
+    return bits(v, 0xf0);
+#else
+    return high_nibbles(v);
+#endif
+}
+
+inline weight group_weight(ivec scale, fvec d) {
+#ifdef DFLASH_DOT
+    return fmul(to_float(scale), d);
+#else
+    (void) d;
+    return scale;
+#endif
+}
+
+// What Q4_K and Q5_K have in common: eight groups of 32 with scales and minimums of 6 bits.
+struct Minimums {
+    using columns = Columns_K;
+    static constexpr int  GROUP   = 32;
+    static constexpr bool SHIFTED = false;
+
+    static void sums(const int32_t of16[16], int32_t out[16]) {
+        int32_t of32[8];
+        for (int g = 0; g < 8; g++) {
+            of32[g] = of16[2 * g] + of16[2 * g + 1];
+        }
+        to_pairs(of32, 8, out);
+    }
+
+    static constexpr int position(int j, bool high) { return 64 * j + 32 * high; }
+
+    template <class Head> static fvec finish(const Head & head, partial p, const Column_K & x) {
+        ivec m = iset(0);
+        m = dot16(m, head.template minimums<0>(), iset(x.sums[0]));
+        m = dot16(m, head.template minimums<1>(), iset(x.sums[1]));
+        m = dot16(m, head.template minimums<2>(), iset(x.sums[2]));
+        m = dot16(m, head.template minimums<3>(), iset(x.sums[3]));
+#ifdef DFLASH_DOT
+        return minus(p, head.dmin, to_float(m));
+#else
+        return minus(fmul(head.d, to_float(p)), head.dmin, to_float(m));
+#endif
+    }
+};
+
+template <bool LARGE> struct Minimums_file : Minimums, In_file {
+    struct Head {
+        fvec d, d_high, dmin;
+        ivec scales[2], mins[2];  // a byte per group
+
+        Head(const char * w, size_t next) {
+            ivec v[4];
+            transpose(w, next, v);
+            d         = half(v[0]);
+            d_high    = LARGE ? fmul(d, fset(1.0f / 16)) : d;
+            dmin      = upper_half(v[0]);
+            scales[0] = bits(v[1], 0x3f);
+            mins[0]   = bits(v[2], 0x3f);
+            scales[1] = with_bits(low_nibbles(v[3]), right<2>(v[1]), 0x30);
+            mins[1]   = with_bits(high_nibbles(v[3]), right<2>(v[2]), 0x30);
+        }
+
+        template <int G> weight group() const { return group_weight(byte<G % 4>(scales[G / 4]), G % 2 ? d_high : d); }
+        template <int P> ivec minimums() const { return P % 2 ? pairs_odd(mins[P / 2]) : pairs_even(mins[P / 2]); }
+    };
+};
+
+struct Q4_K : Minimums_file<true> {
+    using block = block_q4_K;
+    static constexpr int FIT = 8;  // vectors whose products add up in 16 bits: 16 * 15 * 127
+
+    struct Bytes {
+        ivec v[8];
+
+        template <int J> void load(const char * w, size_t next) {
+            transpose(w + offsetof(block, qs) + 32 * J, next, v);
+            transpose(w + offsetof(block, qs) + 32 * J + 16, next, v + 4);
+        }
+
+        template <int J, bool HIGH> ivec values(int i) const { return HIGH ? large_nibbles(v[i]) : low_nibbles(v[i]); }
+    };
+};
+
+struct Q5_K : Minimums_file<false> {
+    using block = block_q5_K;
+    static constexpr int FIT = 4;  // 8 * 31 * 127
+
+    struct Bytes {
+        ivec v[8], fifth[8];  // bit g of `fifth` belongs to group g
+
+        template <int J> void load(const char * w, size_t next) {
+            if (J == 0) {
+                transpose(w + offsetof(block, qh), next, fifth);
+                transpose(w + offsetof(block, qh) + 16, next, fifth + 4);
+            }
+            transpose(w + offsetof(block, qs) + 32 * J, next, v);
+            transpose(w + offsetof(block, qs) + 32 * J + 16, next, v + 4);
+        }
+
+        template <int J, bool HIGH> ivec values(int i) const {
+            constexpr int BIT = 2 * J + HIGH;
+            const ivec    top = BIT <= 4 ? left<BIT <= 4 ? 4 - BIT : 0>(fifth[i]) : right<BIT <= 4 ? 0 : BIT - 4>(fifth[i]);
+            return with_bits(HIGH ? high_nibbles(v[i]) : low_nibbles(v[i]), top, 0x10);
+        }
+    };
+};
+
+struct Q6_K : In_file {
+    using columns = Columns_K;
+    using block   = block_q6_K;
+    static constexpr int  GROUP   = 16;
+    static constexpr int  FIT     = 2;  // 4 * 63 * 127
+    static constexpr bool SHIFTED = true;
+
+    // what the shift by 32 adds to the groups' sums
+    static void sums(const int32_t of16[16], int32_t out[16]) {
+#ifdef DFLASH_DOT
+        for (int g = 0; g < 16; g++) {
+            out[g] = -32 * of16[g];
+        }
+#else
+        to_pairs(of16, 16, out);
+#endif
+    }
+
+    static constexpr int position(int j, bool high) { return 128 * (j / 2) + 64 * high + 32 * (j % 2); }
+
+    struct Head {
+        fvec d;
+        ivec scales[4];
+
+        Head(const char * w, size_t next) {
+            transpose(w + offsetof(block, scales), next, scales);
+            d = upper_half(gather(w + offsetof(block, d) - 2, next));  // nothing may be read behind it
+        }
+
+        template <int G> weight group() const { return group_weight(signed_byte<G % 4>(scales[G / 4]), d); }
+    };
+
+    struct Bytes {
+        ivec v[8], top[8];
+
+        template <int J> void load(const char * w, size_t next) {
+            if (J % 2 == 0) {
+                transpose(w + offsetof(block, qh) + 16 * J, next, top);
+                transpose(w + offsetof(block, qh) + 16 * J + 16, next, top + 4);
+            }
+            transpose(w + offsetof(block, ql) + 32 * J, next, v);
+            transpose(w + offsetof(block, ql) + 32 * J + 16, next, v + 4);
+        }
+
+        template <int J, bool HIGH> ivec values(int i) const {
+            constexpr int BIT = 2 * (J % 2) + 4 * HIGH;
+            const ivec    t   = BIT <= 4 ? left<BIT <= 4 ? 4 - BIT : 0>(top[i]) : right<BIT <= 4 ? 0 : BIT - 4>(top[i]);
+            return with_bits(HIGH ? high_nibbles(v[i]) : low_nibbles(v[i]), t, 0x30);
+        }
+    };
+
+    static fvec finish(const Head & head, partial p, const Column_K & x) {
+#ifdef DFLASH_DOT
+        (void) head, (void) x;
+        return p;
+#else
+        ivec m = iset(0);
+        for (int g = 0; g < 4; g++) {
+            m = dot16(m, signed_pairs_even(head.scales[g]), iset(x.sums[2 * g]));
+            m = dot16(m, signed_pairs_odd(head.scales[g]), iset(x.sums[2 * g + 1]));
+        }
+        return fmul(head.d, to_float(_mm256_sub_epi32(p, _mm256_slli_epi32(m, 5))));
+#endif
+    }
+};
+
+// Scales and minimums of group g are 12 bytes: those of rows 0 to 3, their minimums, each with two
+// upper bits of a later row's on top, and the lower four bits of the others'.
+struct Q4_K_x8 : Minimums, In_x8 {
+    using block = block_q4_Kx8;
+    static constexpr int FIT = Q4_K::FIT;
+
+    struct Head {
+        fvec d, d_high, dmin;
+#if DFLASH_LANES == 16
+        alignas(64) uint8_t scales[8][16], mins[8][16];  // groups in the order of at()
+
+        Head(const char * w, size_t next) {
+            d      = halves_x8((const ggml_half *) (w + offsetof(block, d)), next);
+            d_high = fmul(d, fset(1.0f / 16));
+            dmin   = halves_x8((const ggml_half *) (w + offsetof(block, dmin)), next);
+            ivec s[2], m[2];
+            bytes(w + offsetof(block, scales), s[0], m[0]);
+            bytes(w + offsetof(block, scales) + next, s[1], m[1]);
+            _mm512_store_si512(scales[0], _mm512_unpacklo_epi64(s[0], s[1]));
+            _mm512_store_si512(scales[4], _mm512_unpackhi_epi64(s[0], s[1]));
+            _mm512_store_si512(mins[0], _mm512_unpacklo_epi64(m[0], m[1]));
+            _mm512_store_si512(mins[4], _mm512_unpackhi_epi64(m[0], m[1]));
+        }
+
+        // of eight rows, eight bytes per group
+        static void bytes(const char * from, ivec & s, ivec & m) {
+            const ivec a = _mm512_loadu_si512(from);
+            const ivec b = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) (from + 64)));
+            const ivec at = _mm512_setr_epi32(0, 2, 3, 5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23);
+            const ivec ms = _mm512_setr_epi32(1, 2, 4, 5, 7, 8, 10, 11, 13, 14, 16, 17, 19, 20, 22, 23);
+            s = merge(_mm512_permutex2var_epi32(a, at, b), _mm512_setzero_si512());
+            m = merge(_mm512_permutex2var_epi32(a, ms, b), _mm512_set1_epi64(4ll << 32));
+        }
+
+        // lane pairs: six bits of four rows, and four bits, at `shift`, of the others
+        static ivec merge(ivec v, ivec shift) {
+            const ivec low = _mm512_and_si512(_mm512_srlv_epi32(v, shift), _mm512_set1_epi64(0x0f0f0f0f3f3f3f3fll));
+            const ivec top = _mm512_set1_epi64(0x3030303000000000ll);
+            return _mm512_ternarylogic_epi32(low, _mm512_slli_epi64(v, 30), top, 0xf8);
+        }
+
+        static constexpr int at(int g) { return g / 2 + 4 * (g % 2); }
+
+        template <int G> static ivec lanes(const uint8_t (&v)[8][16]) {
+            return _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *) v[at(G)]));
+        }
+
+        template <int G> weight group() const { return group_weight(lanes<G>(scales), G % 2 ? d_high : d); }
+        template <int P> ivec minimums() const {
+            constexpr int G = 4 * (P / 2) + P % 2;
+            return _mm512_or_si512(lanes<G>(mins), _mm512_slli_epi32(lanes<G + 2>(mins), 16));
+        }
+#else
+        alignas(16) uint8_t scales[8][16];  // a group's eight scales and eight minimums
+
+        Head(const char * w, size_t next) {
+            d      = halves_x8((const ggml_half *) (w + offsetof(block, d)), next);
+            d_high = fmul(d, fset(1.0f / 16));
+            dmin   = halves_x8((const ggml_half *) (w + offsetof(block, dmin)), next);
+            for (int g = 0; g < 8; g++) {  // the last one reads four bytes of the quants
+                const __m128i v   = _mm_shuffle_epi32(
+                    _mm_loadu_si128((const __m128i *) (w + offsetof(block, scales) + 12 * g)), _MM_SHUFFLE(2, 1, 2, 0));
+                const __m128i low = _mm_and_si128(_mm_srlv_epi32(v, _mm_setr_epi32(0, 0, 0, 4)),
+                                                  _mm_set1_epi64x(0x0f0f0f0f3f3f3f3fll));
+                const __m128i top = _mm_and_si128(_mm_slli_epi64(v, 30), _mm_set1_epi64x(0x3030303000000000ll));
+                const __m128i all = _mm_shufflelo_epi16(_mm_or_si128(low, top), _MM_SHUFFLE(3, 1, 2, 0));
+                _mm_store_si128((__m128i *) scales[g], _mm_shufflehi_epi16(all, _MM_SHUFFLE(3, 1, 2, 0)));
+            }
+        }
+
+        // bytes of two kinds as pairs of 16 bits
+        static ivec zip(const uint8_t * a, const uint8_t * b) {
+            return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *) a),
+                                                          _mm_loadl_epi64((const __m128i *) b)));
+        }
+
+        template <int G> weight group() const {
+#ifdef DFLASH_DOT
+            return group_weight(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) scales[G])), G % 2 ? d_high : d);
+#else
+            return zip(scales[G], scales[G]);
+#endif
+        }
+        template <int P> ivec minimums() const {
+            constexpr int G = 4 * (P / 2) + P % 2;
+            return zip(scales[G] + 8, scales[G + 2] + 8);
+        }
+#endif
+    };
+
+    struct Bytes {
+        ivec v[8];
+
+        template <int J> void load(const char * w, size_t next) {
+            for (int i = 0; i < 4; i++) {
+                split_x8(w + offsetof(block, qs) + 64 * (4 * J + i), next, v[2 * i], v[2 * i + 1]);
+            }
+        }
+
+        template <int J, bool HIGH> ivec values(int i) const { return HIGH ? large_nibbles(v[i]) : low_nibbles(v[i]); }
+    };
+};
+
+// Adds to p[c] the weighted sum of group G with column c; the group's bytes are v[i], i from `first`.
+template <class W, int C, int J, bool HIGH, int FIRST>
+inline void add_group(const typename W::Head & head, const typename W::Bytes & bytes, const Column_K * x, partial p[C]) {
+    constexpr int POSITION = W::position(J, HIGH) + 4 * FIRST;
+    constexpr int G = POSITION / W::GROUP, N = W::GROUP / 4;
+    const weight  scale = head.template group<G>();
+#ifdef DFLASH_DOT
+    ivec sum[C];
     for (int c = 0; c < C; c++) {
-        store((float *) ((char *) y + (c0 + c) * y_stride), acc[c], skip);
+        sum[c] = iset(W::SHIFTED ? x[c].sums[G] : 0);
+    }
+    for (int i = 0; i < N; i++) {
+        const ivec w = bytes.template values<J, HIGH>(FIRST + i);
+        for (int c = 0; c < C; c++) {
+            sum[c] = dot_quad(sum[c], w, x[c].q + POSITION + 4 * i);
+        }
+    }
+    for (int c = 0; c < C; c++) {
+        p[c] = fma(to_float(sum[c]), scale, p[c]);
+    }
+#else
+    for (int i0 = 0; i0 < N; i0 += W::FIT) {
+        ivec s[C];
+        for (int i = 0; i < W::FIT; i++) {
+            const ivec w = bytes.template values<J, HIGH>(FIRST + i0 + i);
+            for (int c = 0; c < C; c++) {
+                const ivec v = dot8(w, quad(x[c].q + POSITION + 4 * (i0 + i)));
+                s[c] = i ? add16(s[c], v) : v;
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            p[c] = dot16(p[c], s[c], scale);
+        }
+    }
+#endif
+}
+
+template <class W, int C, int J>
+inline void add_step(const char * w, size_t next, const typename W::Head & head, typename W::Bytes & bytes,
+                     const Column_K * x, partial p[C]) {
+    bytes.template load<J>(w, next);
+    prefetch<W>(w, next, J, 4);
+    add_group<W, C, J, false, 0>(head, bytes, x, p);
+    if constexpr (W::GROUP == 16) {
+        add_group<W, C, J, false, 4>(head, bytes, x, p);
+    }
+    add_group<W, C, J, true, 0>(head, bytes, x, p);
+    if constexpr (W::GROUP == 16) {
+        add_group<W, C, J, true, 4>(head, bytes, x, p);
     }
 }
 
-// ---- Q4_0 in groups of eight interleaved rows ----------------------------------------------------
-
-// Eight rows x C columns. A row's four values lie in lane pairs, whose sums meet at the end.
-template <int C>
-void tile_x8(const block_q4_0x8 * w, const Columns & x, int c0, float * y, size_t y_stride) {
-    constexpr int PARTS = 16 / LANES;
-    fvec          acc[C][PARTS];
+// LANES rows x C columns; the first `skip` rows are not written
+template <class W, int C>
+void tile(const char * w, size_t next, int skip, const Columns_K & x, int c0, float * y, size_t y_stride) {
+    fvec acc[C];
     for (int c = 0; c < C; c++) {
-        for (int p = 0; p < PARTS; p++) {
-            acc[c][p] = fzero();
-        }
+        acc[c] = fzero();
     }
-    for (int64_t b = 0; b < x.n_blocks; b++, w++) {
-        _mm_prefetch((const char *) (w + x.n_blocks), _MM_HINT_T0);  // the rows behind these
-        _mm_prefetch((const char *) (w + x.n_blocks) + 64, _MM_HINT_T0);
-#if DFLASH_LANES == 16
-        const __m256 half = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) w->d));
-        const fvec scale[1] = { _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
-                                                      _mm512_castps256_ps512(half)) };
-        // stored as two's complement: flipping the top bit adds 8
-        const ivec v0 = flip(_mm512_loadu_si512(w->qs), 0x88), v1 = flip(_mm512_loadu_si512(w->qs + 64), 0x88);
-        const ivec weights[4][1] = { { low_nibbles(v0) }, { low_nibbles(v1) }, { high_nibbles(v0) }, { high_nibbles(v1) } };
-#else
-        const __m256 all = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) w->d));
-        const fvec scale[2] = { _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
-                                _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7)) };
-        ivec weights[4][2];
-        for (int h = 0; h < 2; h++) {
-            for (int p = 0; p < 2; p++) {
-                const ivec v = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (w->qs + 64 * h + 32 * p)),
-                                                _mm256_set1_epi8((char) 0x88));
-                weights[h][p]     = _mm256_sub_epi8(low_nibbles(v), _mm256_set1_epi8(8));
-                weights[2 + h][p] = _mm256_sub_epi8(high_nibbles(v), _mm256_set1_epi8(8));
-            }
-        }
-#endif
+    for (int64_t b = 0; b < x.n_blocks; b++, w += sizeof(typename W::block)) {
+        const Column_K *       column = x.at(b, c0);
+        const typename W::Head head(w, next);
+        typename W::Bytes      bytes;
+        partial                p[C];
         for (int c = 0; c < C; c++) {
-            const int8_t * q = x.q(b, c0 + c);
-            ivec           sum[PARTS];
-            for (int p = 0; p < PARTS; p++) {
-                sum[p] = start_pair(UNSIGNED_WEIGHTS ? *x.start(b, c0 + c) : 0);
-                for (int j = 0; j < 4; j++) {
-                    sum[p] = dot(sum[p], weights[j][p], pair(q + 8 * j));
-                }
-            }
-            const fvec d = fset(*x.d(b, c0 + c));
-            for (int p = 0; p < PARTS; p++) {
-                acc[c][p] = fma(to_float(sum[p]), fmul(scale[p], d), acc[c][p]);
-            }
+            p[c] = nothing();
+        }
+        add_step<W, C, 0>(w, next, head, bytes, column, p);
+        add_step<W, C, 1>(w, next, head, bytes, column, p);
+        add_step<W, C, 2>(w, next, head, bytes, column, p);
+        add_step<W, C, 3>(w, next, head, bytes, column, p);
+        for (int c = 0; c < C; c++) {
+            acc[c] = fma(W::finish(head, p[c], column[c]), fset(column[c].d), acc[c]);
         }
     }
-    for (int c = 0; c < C; c++) {
-        alignas(64) float lane[16];
-        for (int p = 0; p < PARTS; p++) {
-            memcpy(lane + p * LANES, &acc[c][p], sizeof(fvec));
-        }
-        float * out = (float *) ((char *) y + (c0 + c) * y_stride);
-        for (int r = 0; r < 8; r++) {
-            out[r] = lane[2 * r] + lane[2 * r + 1];
-        }
-    }
+    store_tile<C>(acc, W::X8, skip, (float *) ((char *) y + c0 * y_stride), y_stride);
 }
 
 // ---- float weights -------------------------------------------------------------------------------
@@ -409,8 +993,12 @@ void tile_float(const char * w, size_t w_stride, const char * x, size_t x_stride
 
 // ---- products ------------------------------------------------------------------------------------
 
+bool k_quant(ggml_type type) {
+    return type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K || type == GGML_TYPE_Q6_K;
+}
+
 bool quantized(ggml_type type) {
-    return type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0;
+    return type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0 || k_quant(type);
 }
 
 bool ours(const ggml_tensor * dst) {
@@ -424,7 +1012,7 @@ bool ours(const ggml_tensor * dst) {
         return false;
     }
     return w->ne[2] == 1 && w->ne[3] == 1 && x->ne[2] == 1 && x->ne[3] == 1 &&
-           x->ne[1] >= 1 && x->ne[1] <= GGML_DFLASH_MUL_MAT_MAX_COLUMNS && (w->ne[1] >= LANES || !quantized(t)) &&
+           x->ne[1] >= 1 && x->ne[1] <= GGML_DFLASH_MUL_MAT_MAX_COLUMNS &&
            x->type == GGML_TYPE_F32 && dst->type == GGML_TYPE_F32 &&
            w->nb[0] == ggml_type_size(t) && w->nb[1] >= ggml_row_size(t, w->ne[0]) && w->nb[1] < (1u << 26) &&
            x->nb[0] == sizeof(float) && dst->nb[0] == sizeof(float);
@@ -450,12 +1038,13 @@ void meet(const ggml_compute_params * params) {
     ggml_barrier(params->threadpool);
 }
 
-Columns quantize_columns(const ggml_compute_params * params, const ggml_tensor * x, int shift) {
-    const Columns out   = { (char *) params->wdata, x->ne[1], x->ne[0] / QK };
+template <class W> typename W::columns quantize_columns(const ggml_compute_params * params, const ggml_tensor * x) {
+    using columns = typename W::columns;
+    const columns out   = { (char *) params->wdata, x->ne[1], x->ne[0] / columns::BLOCK };
     const int64_t first = out.n_blocks * params->ith / params->nth;
     const int64_t last  = out.n_blocks * (params->ith + 1) / params->nth;
     for (int64_t c = 0; c < out.n; c++) {
-        quantize((const float *) ((const char *) x->data + c * x->nb[1]), out, c, first, last, shift);
+        quantize<W>((const float *) ((const char *) x->data + c * x->nb[1]), out, c, first, last);
     }
     meet(params);
     return out;
@@ -480,15 +1069,23 @@ template <int MAX, class F> void for_tiles(int n, const F & f) {
 }
 
 template <class W> void product(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * w = dst->src[0];
-    const Columns       x = quantize_columns(params, dst->src[1], UNSIGNED_WEIGHTS ? W::SHIFT : 0);
-    const int           n = (int) dst->src[1]->ne[1];
-    for_groups(params, w->ne[1], LANES, [&](int64_t r, int64_t rows) {
-        const int skip = LANES - (int) rows;  // the last group reaches back into the one before
+    const ggml_tensor * w    = dst->src[0];
+    const auto          x    = quantize_columns<W>(params, dst->src[1]);
+    const int           n    = (int) dst->src[1]->ne[1];
+    const auto          run  = [&](int64_t r, size_t next, int skip, int64_t back) {
         for_tiles<MAX_TILE>(n, [&](auto width, int c) {
-            tile<W, decltype(width)::value>((const char *) w->data + (r - skip) * w->nb[1], w->nb[1], skip, x, c,
+            tile<W, decltype(width)::value>((const char *) w->data + (r - back) * w->nb[1], next, skip, x, c,
                                             (float *) dst->data + r - skip, dst->nb[1]);
         });
+    };
+    if (w->ne[1] < LANES) {  // too few for a tile: each row (or group) in all lanes, and written from the last
+        constexpr int AT_ONCE = W::X8 ? 8 : 1;
+        for_groups(params, w->ne[1], AT_ONCE, [&](int64_t r, int64_t) { run(r, 0, LANES - AT_ONCE, 0); });
+        return;
+    }
+    for_groups(params, w->ne[1], LANES, [&](int64_t r, int64_t rows) {
+        const int skip = LANES - (int) rows;  // the last tile reaches back into the one before
+        run(r, W::next(w->nb[1]), skip, skip);
     });
 }
 
@@ -528,7 +1125,11 @@ bool ggml_dflash_mul_mat_available() {
 }
 
 size_t ggml_dflash_mul_mat_work_size(const ggml_tensor * dst) {
-    return ours(dst) && quantized(dst->src[0]->type) ? Columns::bytes(dst->src[1]->ne[0], dst->src[1]->ne[1]) : 0;
+    if (!ours(dst) || !quantized(dst->src[0]->type)) {
+        return 0;
+    }
+    const int64_t k = dst->src[1]->ne[0], n = dst->src[1]->ne[1];
+    return k_quant(dst->src[0]->type) ? Columns_K::bytes(k, n) : Columns::bytes(k, n);
 }
 
 bool ggml_dflash_mul_mat(const ggml_compute_params * params, ggml_tensor * dst) {
@@ -538,6 +1139,9 @@ bool ggml_dflash_mul_mat(const ggml_compute_params * params, ggml_tensor * dst) 
     switch (dst->src[0]->type) {
         case GGML_TYPE_Q8_0: product<Q8_0>(params, dst); return true;
         case GGML_TYPE_Q4_0: product<Q4_0>(params, dst); return true;
+        case GGML_TYPE_Q4_K: product<Q4_K>(params, dst); return true;
+        case GGML_TYPE_Q5_K: product<Q5_K>(params, dst); return true;
+        case GGML_TYPE_Q6_K: product<Q6_K>(params, dst); return true;
         case GGML_TYPE_F32:  product_float<float>(params, dst); return true;
         case GGML_TYPE_F16:  product_float<ggml_fp16_t>(params, dst); return true;
         case GGML_TYPE_BF16: product_float<ggml_bf16_t>(params, dst); return true;
@@ -545,20 +1149,15 @@ bool ggml_dflash_mul_mat(const ggml_compute_params * params, ggml_tensor * dst) 
     }
 }
 
-bool ggml_dflash_mul_mat_q4_0_x8(const ggml_compute_params * params, ggml_tensor * dst) {
-    const ggml_tensor * w = dst->src[0];
-    if (params->use_ref || !ours(dst) || w->type != GGML_TYPE_Q4_0) {
+bool ggml_dflash_mul_mat_x8(const ggml_compute_params * params, ggml_tensor * dst) {
+    if (params->use_ref || !ours(dst)) {
         return false;
     }
-    const int     n = (int) dst->src[1]->ne[1];
-    const Columns x = quantize_columns(params, dst->src[1], UNSIGNED_WEIGHTS ? Q4_0::SHIFT : 0);
-    for_groups(params, w->ne[1], 8, [&](int64_t r, int64_t) {
-        for_tiles<MAX_TILE>(n, [&](auto width, int c) {
-            tile_x8<decltype(width)::value>((const block_q4_0x8 *) ((const char *) w->data + r * w->nb[1]), x, c,
-                                            (float *) dst->data + r, dst->nb[1]);
-        });
-    });
-    return true;
+    switch (dst->src[0]->type) {
+        case GGML_TYPE_Q4_0: product<Q4_0_x8>(params, dst); return true;
+        case GGML_TYPE_Q4_K: product<Q4_K_x8>(params, dst); return true;
+        default:             return false;
+    }
 }
 
 bool ggml_dflash_whole_keys(int64_t n_heads, int n_threads) {
@@ -570,7 +1169,7 @@ bool ggml_dflash_whole_keys(int64_t n_heads, int n_threads) {
 bool ggml_dflash_mul_mat_available() { return false; }
 size_t ggml_dflash_mul_mat_work_size(const ggml_tensor *) { return 0; }
 bool ggml_dflash_mul_mat(const ggml_compute_params *, ggml_tensor *) { return false; }
-bool ggml_dflash_mul_mat_q4_0_x8(const ggml_compute_params *, ggml_tensor *) { return false; }
+bool ggml_dflash_mul_mat_x8(const ggml_compute_params *, ggml_tensor *) { return false; }
 bool ggml_dflash_whole_keys(int64_t, int) { return false; }
 
 #endif
