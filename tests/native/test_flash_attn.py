@@ -2,7 +2,7 @@
 
 The bound: keys and values are given in the type that is stored, so what remains is F32 rounding. A
 score of size s has an error of about d * 2^-24 * s, which its weight exp(s) takes over: with scores
-up to 20 about 1e-5, of which 2e-5 leaves room. The base's F16 sums miss it by a factor of 10 to 100.
+up to 20 about 1e-5, of which 2e-5 leaves room. The base's F16 sums miss it by far.
 """
 
 from __future__ import annotations
