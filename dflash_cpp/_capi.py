@@ -27,8 +27,8 @@ from typing import Any
 
 from .errors import status_error
 
-# #define DFLASH_API_VERSION 1
-DFLASH_API_VERSION = 1
+# #define DFLASH_API_VERSION 2
+DFLASH_API_VERSION = 2
 
 # #define DFLASH_MAX_DRAFT 63
 DFLASH_MAX_DRAFT = 63

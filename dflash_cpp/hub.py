@@ -69,7 +69,7 @@ def fetch_file(
         InputError, FailureError: As `find_file`.
     """
     # one table of the hub's errors for both programs
-    with hub._explained(model, revision):
+    with hub.explained(model, revision):
         from huggingface_hub import hf_hub_download
 
         names = _names(model, revision, where.get("cache_dir"))
@@ -79,7 +79,7 @@ def fetch_file(
             if not more:
                 raise InputError(f"the hub's `{model}` has no file `{pattern}`")
             wanted_names += more
-        with hub._bars(progress):
+        with hub.bars(progress):
             files = [hf_hub_download(model, n, revision=revision, **where) for n in wanted_names]
     return Path(files[0])
 

@@ -16,7 +16,7 @@ from dflash_convert.errors import FailureError, InputError
 from .caps import Cap
 from .promptset import Prompt
 from .rescore import Rescorer, Round, rescorer
-from .text import TokenText, encode_prompt
+from .text import TokenText, encode_prompt, usable_context
 
 if TYPE_CHECKING:
     import numpy as np
@@ -186,8 +186,7 @@ def greedy(
     import llama_cpp
 
     vocab = llama_cpp.llama_model_get_vocab(llm.model)
-    # llama.cpp rounds a small context up, `Llama` keeps no ids beyond what was asked for
-    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    n_ctx = usable_context(llm)
     room = min(n_predict, n_ctx - len(prompt))
     if room < 1:
         raise InputError(

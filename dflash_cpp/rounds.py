@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from dflash_convert.errors import InputError
 
+from .text import usable_context
+
 if TYPE_CHECKING:
     from .llama import DFlashLlama
     from .session import RoundTrace
@@ -54,8 +56,7 @@ def greedy_rounds(llm: DFlashLlama, prompt: Sequence[int], n_predict: int) -> It
 
     session = llm._session
     assert session is not None  # opened with a draft
-    # llama.cpp rounds a small context up, `Llama` keeps no ids beyond what was asked for
-    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    n_ctx = usable_context(llm)
     room = n_ctx - len(prompt) - session.block_size
     if room < n_predict:
         raise InputError(

@@ -12,7 +12,7 @@ from dflash_convert.errors import InputError
 
 from .parity import first_difference
 from .stats import RULE_REJECT
-from .text import TokenText
+from .text import TokenText, usable_context
 
 if TYPE_CHECKING:
     from .llama import DFlashLlama
@@ -135,8 +135,7 @@ def generate(
     """
     import llama_cpp
 
-    # llama.cpp rounds a small context up, `Llama` keeps no ids beyond what was asked for
-    n_ctx = min(llm.n_ctx(), len(llm.input_ids))
+    n_ctx = usable_context(llm)
     room = n_ctx - len(prompt)
     if room < 1:
         raise InputError(

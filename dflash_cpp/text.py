@@ -20,6 +20,14 @@ def has_chat_template(metadata: Mapping[str, str]) -> bool:
     return bool(metadata.get(_TEMPLATE_KEY))
 
 
+def usable_context(llm: Llama) -> int:
+    """Return the tokens that prompt and text may have together.
+
+    llama.cpp rounds a small context up, but `Llama` keeps no ids beyond what was asked for.
+    """
+    return min(llm.n_ctx(), len(llm.input_ids))
+
+
 def encode_prompt(llm: Llama, text: str, *, chat: bool | None = None) -> list[int]:
     """Turn what the user says into the tokens that the target continues.
 

@@ -88,7 +88,7 @@ def fetch_draft(
             if name in names:
                 get(name)
         check(folder)
-        with _bars(progress):
+        with bars(progress):
             _draft_weights(names, get)
 
     return _fetch(reference, wanted)
@@ -114,7 +114,7 @@ def fetch_shards(model: HubModel, tensors: tuple[str, ...], *, progress: bool = 
         indexes = [n for n in names if n.endswith(_INDEX)]
         table = _weight_map(get(indexes[0])) if indexes else {}
         shards = {table[t] for t in tensors if t in table} or _weights(names)
-        with _bars(progress):
+        with bars(progress):
             for name in sorted(shards):
                 get(name)
 
@@ -130,7 +130,7 @@ def _fetch(
         return None
     model, revision = parsed
     # A bar for each of a dozen small files says nothing.
-    with _explained(model, revision), _bars(False):
+    with explained(model, revision), bars(False):
         names = _list(model, revision)
         if "config.json" not in names:
             _explain_missing(model, names)
@@ -213,7 +213,7 @@ def _explain_missing(model: str, names: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
+def bars(shown: bool) -> Iterator[None]:
     """Switch the library's bars on or off for the time being, unless the user has decided."""
     from huggingface_hub import constants, utils
 
@@ -230,7 +230,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(model: str, revision: str | None) -> Iterator[None]:
+def explained(model: str, revision: str | None) -> Iterator[None]:
     """Turn the library's exceptions into one sentence each."""
     from httpx import TransportError
     from huggingface_hub import constants, errors

@@ -4,6 +4,7 @@
 // pace switch ...                                              the draft is hopeless first and good later
 // pace crowd ...                                               the number of sequences changes all the time, and one more row
 //                                                              that belongs to nobody is verified now and then
+// pace classes ...                                             texts of 64 tokens, easy ones and (0.4 less) hard ones in turns
 // pace bias   fault seed trials                                counts of the token behind the anchor, and of pairs
 
 #include "dflash-pace.h"
@@ -122,6 +123,46 @@ static double run(dflash_pace & pace, world & w, int rounds, bool crowd = false,
     w.n_seq = n_seq_max;
     if (plain) {
         *plain = plain_tokens / plain_ms;
+    }
+    return tokens / ms;
+}
+
+// how much less likely the hard texts of `classes` are to be guessed
+static const double HARDER = 0.4;
+
+static double run_classes(dflash_pace & pace, const world & easy, int texts) {
+    world w = easy;
+    double tokens = 0.0, ms = 0.0;
+    for (int text = 0; text < texts; ++text) {
+        w.chance = easy.chance - (text % 2 ? HARDER : 0.0);
+        pace.restart(0);
+        for (double n = 0; n < 64;) {
+            double took = 0.0;
+            std::vector<bool> drafts;
+            pace.begin({ 0 }, { false }, drafts);
+            std::vector<dflash_pace_block> blocks(drafts[0] ? 1 : 0);
+            std::vector<double> truth;
+            if (drafts[0]) {
+                for (int i = 0; i < w.n_max; ++i) {
+                    truth.push_back(w.confidence());
+                    blocks[0].confidence.push_back((float) std::sqrt(truth.back()));
+                }
+                took = w.cost_draft(1) * w.jitter();
+                pace.drafted(1, took);
+                pace.cut(blocks);
+            }
+            const int n_draft = blocks.empty() ? 0 : blocks[0].n;
+            const double t = w.cost_verify(1 + n_draft) * w.jitter();
+            pace.verified(1 + n_draft, t);
+            int accepted = 0;
+            while (accepted < n_draft && w.uniform() < truth[accepted]) {
+                ++accepted;
+            }
+            pace.accepted(0, accepted, n_draft);
+            n      += 1 + accepted;
+            tokens += 1 + accepted;
+            ms     += took + t;
+        }
     }
     return tokens / ms;
 }
@@ -248,8 +289,15 @@ int main(int argc, char ** argv) {
     }
     double plain = fixed_rate(w, 0);
     const bool crowd = !strcmp(argv[1], "crowd");
+    if (!strcmp(argv[1], "classes")) {
+        world hard = w;
+        hard.chance -= HARDER;
+        const double best = 2.0 / (1.0 / best_fixed(w) + 1.0 / best_fixed(hard)); // as many tokens of both
+        printf("{\"adaptive\": %.6f, \"plain\": %.6f, \"best\": %.6f}\n", run_classes(pace, w, rounds / 40), plain, best);
+        return 0;
+    }
     const double rate = run(pace, w, rounds, crowd, crowd ? &plain : nullptr);
-    printf("{\"adaptive\": %.6f, \"plain\": %.6f, \"best\": %.6f, \"before\": %.6f, \"gave_up\": %s}\n", rate, plain, best_fixed(w),
-            before, pace.gave_up() ? "true" : "false");
+    printf("{\"adaptive\": %.6f, \"plain\": %.6f, \"best\": %.6f, \"before\": %.6f, \"accepted\": %.6f, \"gave_up\": %s}\n", rate, plain, best_fixed(w),
+            before, pace.accepted_mean(), pace.gave_up() ? "true" : "false");
     return 0;
 }

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "GGML_DFLASH_SMALL_BATCH"
 BOUND = 2e-5
 
@@ -24,19 +23,8 @@ pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")
-def program(lib_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    out = tmp_path_factory.mktemp("native") / "flash_attn"
-    command = [
-        compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror",
-        f"-I{ROOT / 'dflash_cpp' / 'include'}", Path(__file__).with_name("flash_attn.cpp"),
-        f"-L{lib_dir}", "-lggml", "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{lib_dir}",
-        f"-Wl,-rpath-link,{lib_dir}", "-o", out,
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    return out
+def program(build: Callable[..., Path], lib_dir: Path) -> Path:
+    return build("flash_attn", libraries=("ggml", "ggml-cpu", "ggml-base"), lib_dir=lib_dir)
 
 
 def run(program: Path, *args: object, switch: str | None = None) -> list[dict[str, Any]]:

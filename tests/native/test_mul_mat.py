@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "GGML_DFLASH_SMALL_BATCH"
 
 # Errors relative to sum |w x|. Float weights: a few roundings of 2^-24, spread over the lanes.
@@ -30,19 +29,8 @@ pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")
-def program(lib_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    out = tmp_path_factory.mktemp("native") / "mul_mat"
-    command = [
-        compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror",
-        f"-I{ROOT / 'dflash_cpp' / 'include'}", Path(__file__).with_name("mul_mat.cpp"),
-        f"-L{lib_dir}", "-lggml", "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{lib_dir}",
-        f"-Wl,-rpath-link,{lib_dir}", "-o", out,
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    return out
+def program(build: Callable[..., Path], lib_dir: Path) -> Path:
+    return build("mul_mat", libraries=("ggml", "ggml-cpu", "ggml-base"), lib_dir=lib_dir)
 
 
 def whole_blocks(k: int, name: str) -> int:

@@ -11,8 +11,8 @@ and of pairs (15) at 1e-6. The planted faults move several percent of the mass a
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-ROOT = Path(__file__).resolve().parents[2]
 TARGET = np.array(
     [[0.55, 0.25, 0.15, 0.05], [0.10, 0.60, 0.20, 0.10], [0.25] * 4, [0.70, 0.10, 0.10, 0.10]]
 )
@@ -29,18 +28,8 @@ pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    source = ROOT / "patches" / "overlay" / "dflash" / "src"
-    out = tmp_path_factory.mktemp("native") / "pace"
-    command = [
-        compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{source}",
-        Path(__file__).with_name("pace.cpp"), source / "dflash-pace.cpp", "-o", out,
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    return out
+def program(build: Callable[..., Path]) -> Path:
+    return build("pace", sources=("dflash-pace.cpp",))
 
 
 def run(program: Path, *args: object) -> dict[str, Any]:
@@ -83,11 +72,29 @@ def test_slots_that_come_and_go(program: Path, case: str, n: int) -> None:
         assert result["adaptive"] > 1.2 * result["plain"]
 
 
+@pytest.mark.parametrize("case", [(4, 9, 0.7, 0.75), (6, 12, 0.8, 0.75), (4.6, 8.8, 0.6, 0.65)])
+def test_easy_and_hard_texts_in_turns(program: Path, case: tuple[float, ...]) -> None:
+    """Short texts of two kinds: each must soon be judged by itself, not by the mean of both."""
+    *costs, chance = case
+    result = run(program, "classes", 1, 7, *costs, chance, 0.25)
+    assert result["adaptive"] > 1.05 * result["plain"]
+    assert result["adaptive"] > 0.965 * result["best"]
+
+
 @pytest.mark.parametrize("n", [1, 4, 32])
 def test_a_dead_draft_costs_next_to_nothing_and_is_reported(program: Path, n: int) -> None:
     result = run(program, "speed", n, 7, 6, 12, 0.8, 0.0, 0.0)
     assert result["adaptive"] > 0.98 * result["plain"]
     assert result["gave_up"]
+
+
+def test_a_report_tells_a_dead_draft_from_a_weak_one(program: Path) -> None:
+    """After so few drafts that a mean starting at zero would still be near it."""
+    dead = run(program, "speed", 1, 7, 6, 12, 0.8, 0.0, 0.0, 400)
+    weak = run(program, "speed", 1, 7, 6, 12, 0.8, 0.25, 0.1, 400)
+    assert dead["gave_up"]
+    assert weak["gave_up"]
+    assert dead["accepted"] < 0.1 < weak["accepted"]
 
 
 def test_a_draft_that_pays_is_never_given_up(program: Path) -> None:

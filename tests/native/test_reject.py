@@ -8,15 +8,14 @@ percent of the mass from one likely token to another gives a G above 100, where 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import chi2
 
-ROOT = Path(__file__).resolve().parents[2]
 TRIALS = 200_000
 ALPHA = 1e-4
 
@@ -24,39 +23,9 @@ pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    library = ROOT / "dflash_cpp" / "lib" / "libllama.so"
-    header = ROOT / "dflash_cpp" / "include" / "llama.h"
-    if compiler is None or not library.exists() or not header.exists():
-        pytest.skip(f"needs a C++ compiler ({compiler}) and `make build` ({library.name})")
-    overlay = ROOT / "patches" / "overlay" / "dflash"
-    out = tmp_path_factory.mktemp("native") / "reject"
-    subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            "-O1",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            f"-I{overlay / 'src'}",
-            f"-I{overlay / 'include'}",
-            f"-I{ROOT / 'dflash_cpp' / 'include'}",
-            str(Path(__file__).with_name("reject.cpp")),
-            str(overlay / "src" / "dflash-reject.cpp"),
-            f"-L{library.parent}",
-            "-lllama",
-            "-lggml",
-            "-lggml-base",
-            f"-Wl,-rpath,{library.parent}",
-            f"-Wl,-rpath-link,{library.parent}",
-            "-o",
-            str(out),
-        ],
-        check=True,
-    )
-    return out
+def program(build: Callable[..., Path], lib_dir: Path) -> Path:
+    libraries = ("llama", "ggml", "ggml-base")
+    return build("reject", sources=("dflash-reject.cpp",), libraries=libraries, lib_dir=lib_dir)
 
 
 def run(program: Path, rule: str, greedy: bool, chain: tuple[float, ...], seed: int = 5) -> dict:

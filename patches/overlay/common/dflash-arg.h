@@ -14,7 +14,7 @@ inline common_arg dflash_arg_adaptive() {
     common_arg arg(
         {"--spec-draft-adaptive"}, "{on,off}",
         "draft-dflash chooses in every round how many tokens to draft and verify, none included, by what pays; --spec-draft-n-max\n"
-        "is the ceiling (default there: the draft's block size less one; default here: on). A request with a seed of its own that is verified by rejection keeps the full length, so\n"
+        "is the ceiling (default: on). A request with a seed of its own that is verified by rejection keeps the full length, so\n"
         "that it gives the same text again",
         [](common_params & params, const std::string & value) {
             if      (value == "on")  { params.speculative.draft.dflash_adaptive = true;  }

@@ -17,7 +17,8 @@
 #include <string>
 #include <vector>
 
-// false: the pair cannot work, every reason was logged. Sets the longest draft if the user has not.
+// false: the pair cannot work, every reason was logged. Sets the longest draft if the user has not and lengths can
+// adapt to it (drafts with a selector).
 inline bool dflash_server_check_pair(common_params & params) {
     auto & spec = params.speculative;
     if (std::find(spec.types.begin(), spec.types.end(), COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH) == spec.types.end() || !spec.has_dft()) {
@@ -29,7 +30,7 @@ inline bool dflash_server_check_pair(common_params & params) {
         const auto draft  = dflash_draft_facts_from_file (spec.draft.mparams.path);
         const auto target = dflash_target_facts_from_file(params.model.path);
         reasons = dflash_pair_reasons(target, draft);
-        if (spec.draft.dflash_n_max && draft.block_size > 1 && draft.block_size <= DFLASH_MAX_DRAFT + 1) {
+        if (spec.draft.dflash_n_max && draft.top_k > 0 && draft.block_size > 1 && draft.block_size <= DFLASH_MAX_DRAFT + 1) {
             spec.draft.n_max = (int32_t) draft.block_size - 1;
         }
     } catch (const std::exception & err) {

@@ -34,7 +34,7 @@
 #    define DFLASH_API __attribute__((visibility("default")))
 #endif
 
-#define DFLASH_API_VERSION 1
+#define DFLASH_API_VERSION 2
 
 // longest block a draft may have; the per-position statistics have one counter per drafted token
 #define DFLASH_MAX_DRAFT 63

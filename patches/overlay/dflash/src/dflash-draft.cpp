@@ -245,18 +245,12 @@ void dflash_drafter::inject(const dflash_feature_row * rows, size_t n_rows) {
         }
     }
 
-    std::vector<size_t> last(n_seq, 0); // index after the last row of each sequence
-    for (size_t i = 0; i < n_rows; ++i) {
-        const llama_seq_id seq_id = rows[i].seq_id;
-        if (seq_id < 0 || (uint32_t) seq_id >= n_seq) {
-            throw dflash_error(DFLASH_E_ARGUMENT, dflash_format("sequence %d is not one of the draft's %u", seq_id, n_seq));
-        }
-        last[seq_id] = i + 1;
-    }
-
     std::vector<bool> seen(n_seq, false);
     for (size_t i = 0; i < n_rows; ++i) {
         const auto & row = rows[i];
+        if (row.seq_id < 0 || (uint32_t) row.seq_id >= n_seq) {
+            throw dflash_error(DFLASH_E_ARGUMENT, dflash_format("sequence %d is not one of the draft's %u", row.seq_id, n_seq));
+        }
         auto & k = pending[row.seq_id];
 
         if (!seen[row.seq_id]) {

@@ -5,7 +5,7 @@
 
 // smoothing of costs and gains, and how tries are spaced
 static const double  COST_ALPHA    = 0.1;
-static const double  GAIN_ALPHA    = 0.08;
+static const double  GAIN_ALPHA    = 0.2;
 static const double  TRIAL_ALPHA   = 0.25;
 static const double  SPEED_ALPHA   = 0.05;
 static const double  PROBE_SHARE   = 0.01; // of the time may go into tries that fail
@@ -403,7 +403,8 @@ void dflash_pace::accepted(int32_t seq, int32_t n_accepted, int32_t n_verified) 
     s.n     = std::min(s.n, n_verified);
     tokens += n_accepted;
     if (s.n > 0) {
-        mean_accepted += 0.02 * (n_accepted - mean_accepted);
+        n_judged++;
+        mean_accepted += std::max(0.02, 1.0 / n_judged) * (n_accepted - mean_accepted);
     }
     // positions behind the first refusal were not tested
     for (int32_t i = 0; i < s.n && i <= n_accepted; ++i) {

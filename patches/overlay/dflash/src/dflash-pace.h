@@ -142,6 +142,7 @@ private:
     bool    gain_known    = false;
     double  speed         = 1.0;  // tokens per ms against plain rounds, smoothed
     double  mean_accepted = 0.0;
+    int64_t n_judged      = 0;
     int64_t n_drafts      = 0;
     int64_t n_off         = 0;    // rounds in a row without any draft that paid
     int64_t n_texts       = 0;

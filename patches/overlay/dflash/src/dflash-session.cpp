@@ -262,7 +262,6 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
     req.chain  = nullptr;
     req.rng    = &rng;
     req.greedy = false;
-    req.fixed  = false;
     req.tokens.clear();
     req.q.clear();
 

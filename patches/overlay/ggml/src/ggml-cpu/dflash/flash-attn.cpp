@@ -14,6 +14,7 @@
 #include "flash-attn.h"
 
 #include "mul-mat.h"
+#include "vectors.h"
 
 #include "ggml-cpu-impl.h"
 #include "ggml-impl.h"
@@ -23,73 +24,41 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
-#define DFLASH_FA_LANES 16
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define DFLASH_FA_LANES 8
-#endif
-
-#ifdef DFLASH_FA_LANES
-
-#include <immintrin.h>
+#ifdef DFLASH_LANES
 
 namespace {
 
+using namespace ggml_dflash;
+
 constexpr int64_t CHUNK    = 64;  // keys
-constexpr int64_t MAX_ROWS = 64;  // query positions, as for the products
-constexpr int     LANES    = DFLASH_FA_LANES;
+constexpr int64_t MAX_ROWS = GGML_DFLASH_MUL_MAT_MAX_COLUMNS;  // query positions, as many as the products take
 
-#if DFLASH_FA_LANES == 16
+#if DFLASH_LANES == 16
 
-using vec = __m512;
+inline fvec nearest(fvec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-inline vec  zero() { return _mm512_setzero_ps(); }
-inline vec  all(float x) { return _mm512_set1_ps(x); }
-inline vec  load(const float * p) { return _mm512_loadu_ps(p); }
-inline vec  load(const ggml_fp16_t * p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
-inline void store(float * p, vec x) { _mm512_storeu_ps(p, x); }
-inline vec  fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline vec  mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
-inline vec  sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
-inline float sum(vec x) { return _mm512_reduce_add_ps(x); }
-inline vec  max(vec a, vec b) { return _mm512_max_ps(a, b); }
 // x, and minus infinity where the mask m is that, whatever x
-inline vec  hide(vec x, vec m) {
-    const vec least = all(-INFINITY);
+inline fvec hide(fvec x, fvec m) {
+    const fvec least = fset(-INFINITY);
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(m, least, _CMP_EQ_OQ), least);
 }
-inline vec  nearest(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
 // y * 2^n, and 0 where x is too small to count
-inline vec  finish(vec x, vec y, vec n, vec least) {
+inline fvec finish(fvec x, fvec y, fvec n, fvec least) {
     const __mmask16 keep = _mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ);  // NaN stays NaN
     return _mm512_maskz_scalef_ps(keep, y, n);
 }
 
 #else
 
-using vec = __m256;
+inline fvec nearest(fvec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-inline vec  zero() { return _mm256_setzero_ps(); }
-inline vec  all(float x) { return _mm256_set1_ps(x); }
-inline vec  load(const float * p) { return _mm256_loadu_ps(p); }
-inline vec  load(const ggml_fp16_t * p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
-inline void store(float * p, vec x) { _mm256_storeu_ps(p, x); }
-inline vec  fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline vec  mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
-inline vec  sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
-inline float sum(vec x) {
-    __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    h = _mm_add_ps(h, _mm_movehl_ps(h, h));
-    h = _mm_add_ss(h, _mm_movehdup_ps(h));
-    return _mm_cvtss_f32(h);
-}
-inline vec  max(vec a, vec b) { return _mm256_max_ps(a, b); }
-inline vec  hide(vec x, vec m) {
-    const vec least = all(-INFINITY);
+inline fvec hide(fvec x, fvec m) {
+    const fvec least = fset(-INFINITY);
     return _mm256_blendv_ps(x, least, _mm256_cmp_ps(m, least, _CMP_EQ_OQ));
 }
-inline vec  nearest(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline vec  finish(vec x, vec y, vec n, vec least) {
+
+inline fvec finish(fvec x, fvec y, fvec n, fvec least) {
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(power)), _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
 }
@@ -97,23 +66,23 @@ inline vec  finish(vec x, vec y, vec n, vec least) {
 #endif
 
 // exp(x) for x <= 0, relative error below 3e-7; 0 below -87. 2^n exp(r) with |r| <= ln(2) / 2 and the series of exp(r).
-inline vec exponential(vec x) {
-    const vec n = nearest(mul(x, all(1.44269504f)));
-    vec r = fma(n, all(-0.693359375f), x);  // ln(2) in two parts
-    r = fma(n, all(2.12194440e-4f), r);
-    vec y = all(1.0f / 720);
-    y = fma(y, r, all(1.0f / 120));
-    y = fma(y, r, all(1.0f / 24));
-    y = fma(y, r, all(1.0f / 6));
-    y = fma(y, r, all(0.5f));
-    y = fma(y, r, all(1.0f));
-    y = fma(y, r, all(1.0f));
-    return finish(x, y, n, all(-87.0f));
+inline fvec exponential(fvec x) {
+    const fvec n = nearest(fmul(x, fset(1.44269504f)));
+    fvec r = fma(n, fset(-0.693359375f), x);  // ln(2) in two parts
+    r = fma(n, fset(2.12194440e-4f), r);
+    fvec y = fset(1.0f / 720);
+    y = fma(y, r, fset(1.0f / 120));
+    y = fma(y, r, fset(1.0f / 24));
+    y = fma(y, r, fset(1.0f / 6));
+    y = fma(y, r, fset(0.5f));
+    y = fma(y, r, fset(1.0f));
+    y = fma(y, r, fset(1.0f));
+    return finish(x, y, n, fset(-87.0f));
 }
 
 inline float exponential(float x) {
     float out[LANES];
-    store(out, exponential(all(x)));
+    store(out, exponential(fset(x)));
     return out[0];
 }
 
@@ -122,7 +91,7 @@ struct query {
     const float       * q;
     const ggml_fp16_t * mask;  // null: all keys are seen
     float             * out;
-    float largest = -INFINITY;
+    float top = -INFINITY;
     float total   = 0.0f;
     bool  seen    = false;     // the chunk at hand
     float weight[CHUNK];
@@ -147,18 +116,18 @@ void chunk(query * rows, float (*acc)[NV * LANES], const char * k, size_t k_step
 
     for (int64_t j = 0; j < n; ++j) {
         const KV * key = (const KV *) (k + (first + j) * k_step);
-        vec s[T];
+        fvec s[T];
         for (int t = 0; t < T; ++t) {
-            s[t] = zero();
+            s[t] = fzero();
         }
         for (int i = 0; i < NK; ++i) {
-            const vec x = load(key + i * LANES);
+            const fvec x = load(key + i * LANES);
             for (int t = 0; t < T; ++t) {
                 s[t] = fma(x, load(rows[t].q + i * LANES), s[t]);
             }
         }
         for (int t = 0; t < T; ++t) {
-            rows[t].weight[j] = sum(s[t]);
+            rows[t].weight[j] = fsum(s[t]);
         }
     }
 
@@ -175,40 +144,38 @@ void chunk(query * rows, float (*acc)[NV * LANES], const char * k, size_t k_step
         std::fill(mask + n, mask + CHUNK, (ggml_fp16_t) 0xfc00);
         std::fill(row.weight + n, row.weight + CHUNK, 0.0f);
 
-        vec most = all(row.largest);
+        fvec most = fset(row.top);
         for (int64_t j = 0; j < CHUNK; j += LANES) {
-            const vec m = load(mask + j);
+            const fvec m = load(mask + j);
             // hidden keys may hold anything, NaN too
-            const vec w = hide(fma(load(row.weight + j), all(scale), m), m);
+            const fvec w = hide(fma(load(row.weight + j), fset(scale), m), m);
             store(row.weight + j, w);
-            most = max(w, most);
+            most = larger(w, most);
         }
-        float lanes[LANES];
-        store(lanes, most);
-        const float largest = *std::max_element(lanes, lanes + LANES);
-        if (largest == -INFINITY) {
+        const float top = largest(most);
+        if (top == -INFINITY) {
             row.seen = false;
             std::fill(row.weight, row.weight + n, 0.0f);
             continue;
         }
-        if (largest > row.largest) {
-            const float factor = row.largest == -INFINITY ? 0.0f : exponential(row.largest - largest);
+        if (top > row.top) {
+            const float factor = row.top == -INFINITY ? 0.0f : exponential(row.top - top);
             row.total *= factor;
             for (int i = 0; i < NV; ++i) {
-                store(acc[t] + i * LANES, mul(load(acc[t] + i * LANES), all(factor)));
+                store(acc[t] + i * LANES, fmul(load(acc[t] + i * LANES), fset(factor)));
             }
-            row.largest = largest;
+            row.top = top;
         }
-        vec sums = zero();
+        fvec sums = fzero();
         for (int64_t j = 0; j < CHUNK; j += LANES) {
-            const vec w = exponential(sub(load(row.weight + j), all(largest)));
+            const fvec w = exponential(fsub(load(row.weight + j), fset(top)));
             store(row.weight + j, w);
-            sums = fma(w, all(1.0f), sums);
+            sums = fma(w, fset(1.0f), sums);
         }
-        row.total += sum(sums);
+        row.total += fsum(sums);
     }
 
-    vec o[T][NV];
+    fvec o[T][NV];
     for (int t = 0; t < T; ++t) {
         for (int i = 0; i < NV; ++i) {
             o[t][i] = load(acc[t] + i * LANES);
@@ -216,7 +183,7 @@ void chunk(query * rows, float (*acc)[NV * LANES], const char * k, size_t k_step
     }
     for (int64_t j = 0; j < n; ++j) {
         const KV * value = (const KV *) (v + (first + j) * v_step);
-        vec x[NV];
+        fvec x[NV];
         for (int i = 0; i < NV; ++i) {
             x[i] = load(value + i * LANES);
         }
@@ -224,7 +191,7 @@ void chunk(query * rows, float (*acc)[NV * LANES], const char * k, size_t k_step
             const float w = rows[t].weight[j];
             if (w != 0.0f) {  // a hidden value must not count, whatever it is
                 for (int i = 0; i < NV; ++i) {
-                    o[t][i] = fma(x[i], all(w), o[t][i]);
+                    o[t][i] = fma(x[i], fset(w), o[t][i]);
                 }
             }
         }

@@ -21,6 +21,8 @@
 
 #include "mul-mat.h"
 
+#include "vectors.h"
+
 #include "ggml-cpu-impl.h"
 #include "ggml-impl.h"
 #include "quants.h"
@@ -33,12 +35,6 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-#define DFLASH_LANES 16
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define DFLASH_LANES 8
-#endif
-
 // four products of bytes per lane, added up
 #if DFLASH_LANES == 16 || defined(__AVXVNNI__)
 #define DFLASH_DOT
@@ -46,11 +42,10 @@
 
 #ifdef DFLASH_LANES
 
-#include <immintrin.h>
-
 namespace {
 
-constexpr int     LANES    = DFLASH_LANES;
+using namespace ggml_dflash;
+
 constexpr int     MAX_TILE = LANES == 16 ? 12 : 4;  // columns of a quantised tile: what the registers hold
 constexpr int64_t QK       = 32;                    // values of a block, except in K-quants
 
@@ -58,19 +53,11 @@ constexpr int64_t QK       = 32;                    // values of a block, except
 
 #if DFLASH_LANES == 16
 
-using fvec = __m512;
 using ivec = __m512i;
 
-inline fvec fzero() { return _mm512_setzero_ps(); }
-inline fvec fset(float x) { return _mm512_set1_ps(x); }
-inline fvec fmul(fvec a, fvec b) { return _mm512_mul_ps(a, b); }
-inline fvec fma(fvec a, fvec b, fvec c) { return _mm512_fmadd_ps(a, b, c); }
-inline float fsum(fvec a) { return _mm512_reduce_add_ps(a); }
 inline fvec to_float(ivec a) { return _mm512_cvtepi32_ps(a); }
 inline ivec iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline fvec magnitude(fvec a) { return _mm512_abs_ps(a); }
-inline fvec larger(fvec a, fvec b) { return _mm512_max_ps(a, b); }  // b if one is no number
-inline float largest(fvec a) { return _mm512_reduce_max_ps(a); }
 inline ivec dot(ivec acc, ivec w, ivec x) { return _mm512_dpbusd_epi32(acc, w, x); }
 inline ivec dot16(ivec acc, ivec w, ivec x) { return _mm512_dpwssd_epi32(acc, w, x); }
 inline fvec minus(fvec c, fvec a, fvec b) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
@@ -81,50 +68,21 @@ inline void store_rounded(int8_t * y, fvec v) {
     _mm_storeu_si128((__m128i *) y, _mm512_cvtsepi32_epi8(_mm512_maskz_cvtps_epi32(fits, v)));
 }
 
-// all lanes but the first `skip`
-inline void store(float * y, fvec v, int skip) {
-    _mm512_mask_storeu_ps(y, (__mmask16) (0xffffu << skip), v);
-}
-
-inline fvec load(const float * x) { return _mm512_loadu_ps(x); }
-inline fvec load(const ggml_fp16_t * x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x)); }
-inline fvec load(const ggml_bf16_t * x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *) x)), 16));
-}
-
 #else
 
-using fvec = __m256;
 using ivec = __m256i;
 
-inline fvec fzero() { return _mm256_setzero_ps(); }
-inline fvec fset(float x) { return _mm256_set1_ps(x); }
-inline fvec fmul(fvec a, fvec b) { return _mm256_mul_ps(a, b); }
-inline fvec fma(fvec a, fvec b, fvec c) { return _mm256_fmadd_ps(a, b, c); }
 inline fvec to_float(ivec a) { return _mm256_cvtepi32_ps(a); }
 inline ivec iset(int32_t x) { return _mm256_set1_epi32(x); }
 inline fvec minus(fvec c, fvec a, fvec b) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 
 inline fvec magnitude(fvec a) { return _mm256_andnot_ps(fset(-0.0f), a); }
-inline fvec larger(fvec a, fvec b) { return _mm256_max_ps(a, b); }  // b if one is no number
-
-inline float largest(fvec a) {
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
-}
 
 // rounded; 0 for what is no number below 128
 inline void store_rounded(int8_t * y, fvec v) {
     const __m256i q = _mm256_cvtps_epi32(_mm256_and_ps(v, _mm256_cmp_ps(magnitude(v), fset(128), _CMP_LT_OQ)));
     const __m128i w = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
     _mm_storel_epi64((__m128i *) y, _mm_packs_epi16(w, w));
-}
-
-inline float fsum(fvec a) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
 #ifdef DFLASH_DOT
@@ -135,19 +93,6 @@ inline ivec dot16(ivec acc, ivec w, ivec x) { return _mm256_add_epi32(acc, _mm25
 inline ivec dot8(ivec w, ivec x) { return _mm256_maddubs_epi16(w, x); }  // pairs, in 16 bits
 inline ivec add16(ivec a, ivec b) { return _mm256_add_epi16(a, b); }
 #endif
-
-// all lanes but the first `skip`
-inline void store(float * y, fvec v, int skip) {
-    alignas(32) float all[8];
-    _mm256_store_ps(all, v);
-    memcpy(y + skip, all + skip, sizeof(float) * (8 - skip));
-}
-
-inline fvec load(const float * x) { return _mm256_loadu_ps(x); }
-inline fvec load(const ggml_fp16_t * x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x)); }
-inline fvec load(const ggml_bf16_t * x) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) x)), 16));
-}
 
 #endif
 
