@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from dflash import model as reference
-from dflash.model import DFlash2DraftModel, dflash_generate, extract_context_feature
+from dflash.model import (
+    DFlash2DraftModel,
+    DFlashDraftModel,
+    dflash_generate,
+    extract_context_feature,
+)
 from gguf_files import GGUFFile
 from torch import nn
 from transformers import (
@@ -193,7 +198,9 @@ class ReferenceDraft:
             embedding, head: the target's, F32 [n_vocab, n_embd].
         """
         self.config: dict[str, Any] = json.loads((Path(checkpoint) / "config.json").read_text())
-        self.model = DFlash2DraftModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        selects = "DFlash2DraftModel" in self.config["architectures"]
+        kind = DFlash2DraftModel if selects else DFlashDraftModel
+        self.model = kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.model.requires_grad_(False)
         self.embedding = torch.from_numpy(embedding)
         self.head = nn.Linear(head.shape[1], head.shape[0], bias=False)
@@ -211,8 +218,8 @@ class ReferenceDraft:
 
     @property
     def top_k(self) -> int:
-        """Candidates per position."""
-        return self.model.candidate_selector.top_k
+        """Candidates per position; 0 for a draft without selector."""
+        return getattr(getattr(self.model, "candidate_selector", None), "top_k", 0)
 
     def _value(self, name: str, default: Any) -> Any:
         return self.config.get("dflash_config", {}).get(name, self.config.get(name, default))
@@ -236,6 +243,9 @@ class ReferenceDraft:
             position_ids=torch.arange(n_context + 1 + n_draft)[None],
         )[:, 1:]
         logits = self.model.compute_logits(hidden, self.head)
+        if self.top_k == 0:  # the reference drafts the likeliest token of each position
+            none, path = np.zeros((n_draft, 0)), logits[0].argmax(-1).numpy()
+            return Block(hidden[0].numpy(), logits[0].numpy(), none, none, none, path)
         anchor_ids = torch.tensor([anchor])
         path, candidate_sets, _ = self.model.propose(hidden, anchor_ids, self.head, 0.0)
         order = torch.sort(logits[0], dim=-1, descending=True, stable=True).indices

@@ -99,6 +99,8 @@ class OurPair(NativeTarget):
         n, k = raw.n_pos, raw.n_top_k
 
         def rows(pointer: Any, *shape: int) -> np.ndarray:
+            if not pointer:  # a draft without selector has no candidates
+                return np.zeros(shape)
             return np.ctypeslib.as_array(pointer, shape).copy()
 
         return Trace(

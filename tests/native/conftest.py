@@ -32,6 +32,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         out = tmp_path_factory.mktemp("native") / name
         command: list[str | Path] = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror"]
         command += [f"-I{SOURCES / 'src'}", f"-I{SOURCES / 'include'}"]
+        command += [f"-I{ROOT / 'patches' / 'overlay' / 'ggml' / 'include'}"]
         command += [f"-I{ROOT / 'dflash_cpp' / 'include'}", Path(__file__).with_name(f"{name}.cpp")]
         command += [SOURCES / "src" / source for source in sources]
         if lib_dir is not None:

@@ -166,6 +166,30 @@ def test_rounds_equal_the_reference(
     assert n_equal >= n_rounds - 1
 
 
+@pytest.mark.parametrize("name", ["plain", "window, causal", "full attention", "block 16"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen35"])
+def test_drafts_of_the_first_generation(
+    arch: str, name: str, make_pair: Callable, reference: Callable, oracle: Any
+) -> None:
+    """Without selector: the best token of each position."""
+    from our_pair import OurPair
+
+    pair = make_pair(arch, version=1, **CONFIGS[name])
+    target, draft = reference(pair.target, pair.checkpoint)
+    text = random_ids(70)
+    with OurPair({"target": pair.target, "draft": pair.draft, "kv": "f32"}) as ours:
+        text.append(ours.prompt(text))
+        traces = play(ours, text, 3)
+    features = oracle.target_features(target, text, draft.target_layer_ids)
+    for trace in traces:
+        expected = draft.block(features[: trace.pos], trace.anchor)
+        largest = np.abs(expected.logits).max()
+        assert np.abs(trace.logits - expected.logits).max() <= EXACT * largest
+        assert len(trace.draft) == len(expected.path)
+        chosen = expected.logits[range(len(trace.draft)), trace.draft]
+        assert (chosen >= expected.logits.max(-1) - 2 * EXACT * largest).all()
+
+
 @pytest.mark.parametrize(
     ("target", "draft"),
     [

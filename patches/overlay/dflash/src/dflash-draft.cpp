@@ -436,6 +436,15 @@ void dflash_drafter::draft_group(dflash_request ** requests, size_t n_requests, 
         return;
     }
 
+    // with a selector the number of flagged rows says how many positions are scored; none: all
+    int32_t n_scored = 0;
+    for (size_t r = 0; r < n_requests; ++r) {
+        n_scored = std::max(n_scored, requests[r]->n_max);
+    }
+    if (n_scored >= n_rows - 1 || trace) {
+        n_scored = 0;
+    }
+
     llama_batch_ext_clear(batch.get());
     for (size_t r = 0; r < n_requests; ++r) {
         const auto & req = *requests[r];
@@ -451,7 +460,7 @@ void dflash_drafter::draft_group(dflash_request ** requests, size_t n_requests, 
             if (idx < 0 || !llama_batch_ext_set_pos(batch.get(), idx, pos)) {
                 throw dflash_error(DFLASH_E_INTERNAL, dflash_format("a block of %d tokens does not fit the draft's batch (code %d)", n_rows, idx));
             }
-            if (n_top_k == 0 && i > 0) {
+            if (i > 0 && (n_top_k == 0 || (r == 0 && i <= n_scored))) {
                 llama_batch_ext_set_output_logits(batch.get(), idx, true);
             }
         }
@@ -471,7 +480,7 @@ void dflash_drafter::draft_group(dflash_request ** requests, size_t n_requests, 
                 argmax(req, (int32_t) r * n_rows, n_rows, p_min);
             }
             if (trace && r == 0) {
-                fill_trace(req, lattice, n_rows);
+                fill_trace(req, lattice, n_rows, (int32_t) n_requests);
             }
         }
     }
@@ -589,7 +598,7 @@ void dflash_drafter::argmax(dflash_request & req, int32_t i_first, int32_t n_row
     }
 }
 
-void dflash_drafter::fill_trace(const dflash_request & req, const float * lattice, int32_t n_rows) {
+void dflash_drafter::fill_trace(const dflash_request & req, const float * lattice, int32_t n_rows, int32_t n_blocks) {
     const int32_t k     = n_top_k;
     const int32_t n_pos = n_rows - 1;
 
@@ -601,11 +610,13 @@ void dflash_drafter::fill_trace(const dflash_request & req, const float * lattic
     trace->anchor  = req.anchor;
     trace->draft   = req.tokens;
 
-    // first block of the batch; row 0 is the anchor's
+    // first block of the batch, where the graph may have left out the anchor's row
     auto rows_of = [&](const std::vector<float> & src, int32_t width) {
         std::vector<float> res;
-        if (src.size() >= (size_t) n_rows * width) {
-            res.assign(src.begin() + width, src.begin() + (size_t) n_rows * width);
+        const size_t n = src.size() / width / n_blocks;
+        if (n == (size_t) n_rows || n == (size_t) n_pos) {
+            const auto first = src.begin() + (n - n_pos) * width;
+            res.assign(first, first + (size_t) n_pos * width);
         }
         return res;
     };

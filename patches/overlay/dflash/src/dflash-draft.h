@@ -149,7 +149,7 @@ private:
     void draft_group(dflash_request ** requests, size_t n_requests, float p_min);
     void walk       (dflash_request & req, const float * lattice, int32_t n_rows, float p_min) const;
     void argmax     (dflash_request & req, int32_t i_first, int32_t n_rows, float p_min) const;
-    void fill_trace (const dflash_request & req, const float * lattice, int32_t n_rows);
+    void fill_trace (const dflash_request & req, const float * lattice, int32_t n_rows, int32_t n_blocks);
 
     llama_context * ctx_tgt;
     llama_context * ctx_dft;

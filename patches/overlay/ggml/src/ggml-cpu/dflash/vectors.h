@@ -11,6 +11,7 @@
 
 #ifdef DFLASH_LANES
 
+#include <cstdint>
 #include <cstring>
 
 #include <immintrin.h>
@@ -25,12 +26,14 @@ using fvec = __m512;
 
 inline fvec fzero() { return _mm512_setzero_ps(); }
 inline fvec fset(float x) { return _mm512_set1_ps(x); }
+inline fvec fadd(fvec a, fvec b) { return _mm512_add_ps(a, b); }
 inline fvec fsub(fvec a, fvec b) { return _mm512_sub_ps(a, b); }
 inline fvec fmul(fvec a, fvec b) { return _mm512_mul_ps(a, b); }
 inline fvec fma(fvec a, fvec b, fvec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float fsum(fvec a) { return _mm512_reduce_add_ps(a); }
 inline fvec larger(fvec a, fvec b) { return _mm512_max_ps(a, b); }  // b if one is no number
 inline float largest(fvec a) { return _mm512_reduce_max_ps(a); }
+inline uint64_t above_mask(fvec a, fvec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }  // bit per lane
 inline fvec load(const float * x) { return _mm512_loadu_ps(x); }
 inline fvec load(const ggml_fp16_t * x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) x)); }
 inline fvec load(const ggml_bf16_t * x) {
@@ -49,10 +52,14 @@ using fvec = __m256;
 
 inline fvec fzero() { return _mm256_setzero_ps(); }
 inline fvec fset(float x) { return _mm256_set1_ps(x); }
+inline fvec fadd(fvec a, fvec b) { return _mm256_add_ps(a, b); }
 inline fvec fsub(fvec a, fvec b) { return _mm256_sub_ps(a, b); }
 inline fvec fmul(fvec a, fvec b) { return _mm256_mul_ps(a, b); }
 inline fvec fma(fvec a, fvec b, fvec c) { return _mm256_fmadd_ps(a, b, c); }
 inline fvec larger(fvec a, fvec b) { return _mm256_max_ps(a, b); }  // b if one is no number
+inline uint64_t above_mask(fvec a, fvec b) {  // bit per lane
+    return (uint32_t) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ));
+}
 inline fvec load(const float * x) { return _mm256_loadu_ps(x); }
 inline fvec load(const ggml_fp16_t * x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) x)); }
 inline fvec load(const ggml_bf16_t * x) {
