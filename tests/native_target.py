@@ -11,7 +11,7 @@ import numpy as np
 FLOATS = ctypes.POINTER(ctypes.c_float)
 
 JOB_HELP = """A job is a dict with the paths `target` and `draft`, the ids `prompt` and `n_predict`;
-optional are n_draft, kv ("f16", or "f32", which also turns flash attention off), n_ctx, n_batch,
+optional are log (llama.cpp's own log goes to stderr), n_draft, kv ("f16", or "f32", which also turns flash attention off), n_ctx, n_batch,
 n_ubatch, n_threads, n_rs_seq."""
 
 
@@ -32,7 +32,8 @@ class NativeTarget:
         self.lc = lc
         self.job = job
         lc.llama_backend_init()
-        lc.llama_log_set(_silent_log(), None)
+        if not job.get("log"):
+            lc.llama_log_set(_silent_log(), None)
         self.model = self.load(job["target"])
         self.params = lc.llama_context_default_params()
         self.params.n_ctx = job.get("n_ctx", 2048)
