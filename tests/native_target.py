@@ -11,8 +11,8 @@ import numpy as np
 FLOATS = ctypes.POINTER(ctypes.c_float)
 
 JOB_HELP = """A job is a dict with the paths `target` and `draft`, the ids `prompt` and `n_predict`;
-optional are log (llama.cpp's own log goes to stderr), n_draft, kv ("f16", or "f32", which also turns flash attention off), n_ctx, n_batch,
-n_ubatch, n_threads, n_rs_seq."""
+optional are log (llama.cpp's own log goes to stderr), n_draft, kv ("f16", or "f32", which also
+turns flash attention off), n_ctx, n_batch, n_ubatch, n_threads, n_rs_seq."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -16,7 +16,8 @@ import pytest
 
 SWITCH = "GGML_DFLASH_DRAFT_OPS"
 
-# Sums of up to 300 terms in F32: some roundings of 2^-24, relative to the sum of the absolute terms.
+# Sums of up to 300 terms in F32: some roundings of 2^-24, relative to the sum of the absolute
+# terms.
 LATTICE_ERROR = 2e-6
 
 pytestmark = pytest.mark.native
