@@ -27,8 +27,8 @@ from typing import Any
 
 from .errors import status_error
 
-# #define DFLASH_API_VERSION 2
-DFLASH_API_VERSION = 2
+# #define DFLASH_API_VERSION 3
+DFLASH_API_VERSION = 3
 
 # #define DFLASH_MAX_DRAFT 63
 DFLASH_MAX_DRAFT = 63
@@ -104,6 +104,7 @@ class dflash_stats(Structure):
         ("n_visited", c_int64),
         ("sum_overlap", c_double),
         ("sum_top", c_double),
+        ("sum_reach", c_double),
         ("n_skipped", c_int64),
         ("pace_plain_ms", c_double),
         ("pace_draft_ms", c_double),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .errors import DFlashLibraryError
 
-API_VERSION = 2
+API_VERSION = 3
 
 LIB_PATH_VARIABLE = "DFLASH_LIB_PATH"
 

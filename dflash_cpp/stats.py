@@ -34,6 +34,7 @@ class DraftStats:
         visited: Positions where the distributions of target (p) and draft (q) were compared.
         overlap: Mean sum of min(p, q) there: how often a drawn draft token is accepted.
         top: Mean p of the draft's likeliest token there: how often that one is accepted.
+        reach: Mean p of all candidates together there: what no draft from them can exceed.
         emitted: Tokens handed to the caller. The last block may hold more than the caller took.
         per_position_drafted, per_position_accepted: The same per position of the block, from 1.
         prompt_tokens: Tokens of the prompt that were decoded; a kept prefix does not count.
@@ -56,6 +57,7 @@ class DraftStats:
     visited: int = 0
     overlap: float | None = None
     top: float | None = None
+    reach: float | None = None
     emitted: int = 0
     per_position_drafted: tuple[int, ...] = ()
     per_position_accepted: tuple[int, ...] = ()
@@ -115,6 +117,7 @@ class DraftStats:
             "draft_n_rounds_greedy": self.greedy_draft_rounds if spoke else None,
             "draft_overlap": self.overlap,
             "draft_top": self.top,
+            "draft_reach": self.reach,
             "draft_acceptance_rate": self.acceptance_rate,
             "draft_mean_accepted_length": self.mean_accepted_length,
             "draft_n_per_pos": list(self.per_position_drafted) if spoke else None,
@@ -201,6 +204,7 @@ class Recorder:
         if visited:
             common["overlap"] = (now.sum_overlap - before.sum_overlap) / visited
             common["top"] = (now.sum_top - before.sum_top) / visited
+            common["reach"] = (now.sum_reach - before.sum_reach) / visited
         return DraftStats(
             mode=MODE_DRAFT,
             rounds=now.n_rounds - before.n_rounds,

@@ -181,6 +181,9 @@ def test_pairs_of_tokens(
             # acceptance is the sum of min(p, q) over the visited positions, within sampling error
             rate, expected = stats.n_accepted / stats.n_visited, stats.sum_overlap / stats.n_visited
             assert abs(rate - expected) < 5 * np.sqrt(rate * (1 - rate) / stats.n_visited)
+        # no draft is accepted more often than its candidates are probable
+        for accepted in (stats.sum_overlap, stats.sum_top):
+            assert accepted <= stats.sum_reach <= stats.n_visited * (1 + 1e-6)
     finally:
         rig.close()
 

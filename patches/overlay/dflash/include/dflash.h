@@ -34,7 +34,7 @@
 #    define DFLASH_API __attribute__((visibility("default")))
 #endif
 
-#define DFLASH_API_VERSION 2
+#define DFLASH_API_VERSION 3
 
 // longest block a draft may have; the per-position statistics have one counter per drafted token
 #define DFLASH_MAX_DRAFT 63
@@ -184,6 +184,7 @@ struct dflash_stats {
     int64_t n_visited;                            // positions where target and draft distributions were compared
     double  sum_overlap;                          // over these: sum of min(p, q), the acceptance of a sampled draft
     double  sum_top;                              // over these: p of the draft's likeliest token, the acceptance of a greedy one
+    double  sum_reach;                            // over these: p of all candidates together, what no draft from them can exceed
     int64_t n_skipped;                            // rounds without a draft because it would not have paid (of n_plain)
     double  pace_plain_ms;                        // learned so far: a round without a draft, ms; 0 = not yet known
     double  pace_draft_ms;                        // a draft

@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-void dflash_overlap::add(double sum_min, double p_top) {
+void dflash_overlap::add(double sum_min, double p_top, double p_all) {
     // a memory of about a hundred positions
     const double decay = 0.99;
 
@@ -16,6 +16,7 @@ void dflash_overlap::add(double sum_min, double p_top) {
 
     total_sampled += sum_min;
     total_greedy  += p_top;
+    total_reach   += p_all;
     n_total++;
 }
 
@@ -150,13 +151,15 @@ bool dflash_couple(llama_token_data_array & p, const dflash_q_row & row, dflash_
     size_t drawn = n_q;
     size_t best  = 0;
     double sum_min = 0.0;
+    double p_all   = 0.0;
     for (size_t j = 0; j < n_q; ++j) {
         drawn = row.ids[j] == row.drawn ? j : drawn;
         best  = row.q[j] > row.q[best] ? j : best;
         sum_min += std::min(p_of[j], row.q[j]);
+        p_all   += p_of[j];
     }
     if (overlap && n_q > 0) {
-        overlap->add(sum_min, p_of[best]);
+        overlap->add(sum_min, p_of[best], p_all);
     }
     if (drawn == n_q) {
         return false; // not a draft of this row: the chain's own draw stands

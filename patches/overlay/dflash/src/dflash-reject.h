@@ -36,8 +36,9 @@ private:
 // running comparison of the two ways to draft under rejection, both lossless
 class dflash_overlap {
 public:
-    // one visited position: sum of min(p, q) for a sampled draft, p of the likeliest candidate for a greedy one
-    void add(double sum_min, double p_top);
+    // one visited position: sum of min(p, q) for a sampled draft, p of the likeliest candidate for a greedy one, p of all
+    // candidates together
+    void add(double sum_min, double p_top, double p_all);
 
     // a new text begins: the choice must not depend on earlier ones, or a seed would not give the same text again
     void restart() { sampled = top = weight = 0.0; }
@@ -47,6 +48,7 @@ public:
     // sums over all visited positions
     double  total_sampled = 0.0;
     double  total_greedy  = 0.0;
+    double  total_reach   = 0.0;
     int64_t n_total       = 0;
 
 private:

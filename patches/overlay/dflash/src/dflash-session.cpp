@@ -661,6 +661,7 @@ int dflash_session_stats(const dflash_session * session, dflash_stats * stats) {
         stats->n_visited   = session->overlap.n_total       - session->overlap_stats.n_total;
         stats->sum_overlap = session->overlap.total_sampled - session->overlap_stats.total_sampled;
         stats->sum_top     = session->overlap.total_greedy  - session->overlap_stats.total_greedy;
+        stats->sum_reach   = session->overlap.total_reach   - session->overlap_stats.total_reach;
     });
 }
 
