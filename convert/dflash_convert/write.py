@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,9 +157,22 @@ def _source(tensor: PlannedTensor) -> SourceTensor:
 def write_gguf(
     plan: Plan, path: Path, ticker: Ticker, threads: int | None = None
 ) -> dict[str, list[int]]:
-    """Write a planned GGUF to `path` and flush it to the disk.
+    """Write a planned GGUF to `path`; see `write_tensors`."""
+    return write_tensors(path, ARCH, plan.keys, plan.tensors, ticker, threads)
+
+
+def write_tensors(
+    path: Path,
+    arch: str,
+    keys: Sequence[PlannedKey],
+    tensors: Sequence[PlannedTensor],
+    ticker: Ticker,
+    threads: int | None = None,
+) -> dict[str, list[int]]:
+    """Write a GGUF to `path` and flush it to the disk.
 
     Args:
+        arch: `general.architecture`.
         ticker: Told the bytes that were written.
         threads: Number of threads; None for one per core.
 
@@ -196,11 +209,11 @@ def write_gguf(
         else:
             writer.add_key_value(key.name, key.value, types[key.type])
 
-    writer = Writer(path, ARCH)
+    writer = Writer(path, arch)
     try:
-        for key in plan.keys:
+        for key in keys:
             add(key)
-        for tensor in plan.tensors:
+        for tensor in tensors:
             writer.add_tensor_info(
                 tensor.name,
                 tensor.shape,
@@ -214,7 +227,7 @@ def write_gguf(
         writer.write_ti_data_to_file()
         checksums = {}
         with workers(threads) as pool:
-            for tensor in plan.tensors:
+            for tensor in tensors:
                 streamed = _Streamed(tensor, pool, ticker)
                 writer.write_tensor_data(streamed)  # type: ignore[arg-type]
                 checksums[tensor.name] = streamed.checksums
