@@ -17,7 +17,7 @@ from .bench_lanes import BenchLane, Servers, ask, ask_together, hang_up_terminat
 from .bench_options import BenchOptions
 from .bench_store import Key, Store, open_store
 from .info import build_info
-from .machine import busy_share, machine
+from .machine import busy_share, file_facts, machine
 from .promptset import Prompt
 from .server import need_program
 
@@ -288,10 +288,10 @@ def _settings(
 ) -> dict[str, Any]:
     """Return everything that the results depend on, as plain data."""
     return {
-        "target": _file(options.target),
-        "draft": _file(options.draft),
-        "server": _file(need_program("llama-server")),
-        "stock": _file(options.stock) if options.stock and "stock" in options.groups else None,
+        "target": file_facts(options.target),
+        "draft": file_facts(options.draft),
+        "server": file_facts(need_program("llama-server")),
+        "stock": file_facts(options.stock) if options.stock and "stock" in options.groups else None,
         "build": build_info(),
         "lanes": [lane.name for lane in lanes],
         "prompts": [_text(p) for p in options.prompts],
@@ -312,11 +312,6 @@ def _settings(
         "cpu": here["cpu"],
         "cores": here["cores"],
     }
-
-
-def _file(path: Path) -> dict[str, Any]:
-    found = path.stat()
-    return {"path": str(path), "bytes": found.st_size, "modified_ns": found.st_mtime_ns}
 
 
 def _text(prompt: Prompt) -> dict[str, str]:

@@ -108,14 +108,14 @@ def make_options(
             hint="add prompts or lower --concurrency",
         )
     need_program("llama-server")
-    target, draft = _pair(target, draft, console)
+    target, draft = find_pair(target, draft, console, "bench")
     n_max = block_size(draft) - 1
     fixed = (
         [n for n in dict.fromkeys((*N_DRAFT, n_max)) if n <= n_max]
         if n_draft is None
         else numbers(n_draft, "--n-draft", int, 1, n_max, "the draft's block size less one")
     )
-    stock, no_stock = _find_stock(stock)
+    stock, no_stock = find_stock(stock, "llama-server")
     return BenchOptions(
         target=target,
         draft=draft,
@@ -173,7 +173,18 @@ def _prompts(path: Path | None) -> tuple[str, list[Prompt]]:
     return f"`{path}`", load_prompts(path)
 
 
-def _pair(target: Path | None, draft: Path | None, console: Console) -> tuple[Path, Path]:
+def find_pair(
+    target: Path | None, draft: Path | None, console: Console, command: str
+) -> tuple[Path, Path]:
+    """Return the pair to measure, checked: the demo's if none is given.
+
+    Args:
+        console: Told if it is the demo's.
+        command: Of `dflash-cpp`, for a hint.
+
+    Raises:
+        InputError: Half a pair is given, a file is not usable, or they do not fit.
+    """
     if target is None and draft is None:
         folder = demo_pair.work_dir()
         target, _ = demo_pair.requantise(demo_pair.find_target(), "Q8_0", folder)
@@ -184,7 +195,8 @@ def _pair(target: Path | None, draft: Path | None, console: Console) -> tuple[Pa
         option = "-m TARGET.gguf" if target is None else "-md DRAFT.gguf"
         raise InputError(
             f"{option} is missing, expected a target and its draft",
-            hint="dflash-cpp bench -m TARGET.gguf -md DRAFT.gguf; without both: the demo's pair",
+            hint=f"dflash-cpp {command} -m TARGET.gguf -md DRAFT.gguf; without both: the demo's "
+            "pair",
         )
     need_file(target, "target")
     need_file(draft, "draft")
@@ -194,19 +206,23 @@ def _pair(target: Path | None, draft: Path | None, console: Console) -> tuple[Pa
     return target.resolve(), draft.resolve()
 
 
-def _find_stock(given: Path | None) -> tuple[Path | None, str]:
-    """Return the unpatched llama-server, or None and why there is none."""
+def find_stock(given: Path | None, program: str) -> tuple[Path | None, str]:
+    """Return the unpatched `program`, or None and why there is none.
+
+    Raises:
+        InputError: `given` is not a program.
+    """
     if given is not None:
         if not given.is_file() or not os.access(given, os.X_OK):
             found = "is not a program" if given.exists() else "does not exist"
-            raise InputError(f"`{given}` {found}, expected the path of an unpatched llama-server")
+            raise InputError(f"`{given}` {found}, expected the path of an unpatched {program}")
         return given.resolve(), ""
     root = demo_pair.checkout()
-    path = root / "build" / "stock" / "bin" / "llama-server" if root else None
+    path = root / "build" / "stock" / "bin" / program if root else None
     if path is not None and path.is_file():
         return path, ""
     where = f"`{path}` does not exist" if path else "there is no checkout"
-    return None, f"{where}; `make stock` builds the unpatched llama-server, --stock names one"
+    return None, f"{where}; `make stock` builds the unpatched {program}, --stock names one"
 
 
 def _split(argument: str) -> list[str]:

@@ -63,7 +63,7 @@ def show(
         f"{options.repeat} repetitions in turns; medians, spread from smallest to largest, ratios "
         "to `plain`."
     )
-    _show_machine(result, console)
+    show_machine(result.store.sessions, result.settings["build"], console)
     console.text(f"written: {', '.join(str(f.resolve()) for f in files)}")
 
 
@@ -87,8 +87,9 @@ def _show_speed(rows: list[dict[str, Any]], words: dict[str, str], console: Cons
     numbers = ["tokens/s", "ratio", "spread", *(["to stock"] if with_stock else [])]
     table: list[list[object]] = []
     for row in rows:
-        cells = [_median(row["tokens_per_second"], 1), _median(row["ratio"]), _range(row["ratio"])]
-        cells += [_median(row["ratio_to_stock"])] if with_stock else []
+        speed, ratio = row["tokens_per_second"], row["ratio"]
+        cells = [median_text(speed, 1), median_text(ratio), range_text(ratio)]
+        cells += [median_text(row["ratio_to_stock"])] if with_stock else []
         table.append([f"{row['temp']:g}", words[row["lane"]], *cells])
     console.table(
         ["temp", "decoding", *numbers],
@@ -123,7 +124,7 @@ def _show_classes(
     if len(names) < 2:
         return
     table: list[list[object]] = [
-        [f"{r['temp']:g}", words[r["lane"]], *(_median(r["ratio_by_class"][n]) for n in names)]
+        [f"{r['temp']:g}", words[r["lane"]], *(median_text(r["ratio_by_class"][n]) for n in names)]
         for r in rows
         if r["lane"] != "plain"
     ]
@@ -171,10 +172,11 @@ def _show_rates(
     if not rows:
         return
     values = sorted({r[variable] for r in rows})
-    cells = {
-        (r["lane"], r[variable]): f"{_median(r['tokens_per_second'], 1)} ({_median(r['ratio'])})"
-        for r in rows
-    }
+
+    def cell(r: dict[str, Any]) -> str:
+        return f"{median_text(r['tokens_per_second'], 1)} ({median_text(r['ratio'])})"
+
+    cells = {(r["lane"], r[variable]): cell(r) for r in rows}
     table: list[list[object]] = [
         [text, *(cells.get((name, v), "") for v in values)]
         for name, text in words.items()
@@ -185,16 +187,23 @@ def _show_rates(
     console.table(["decoding", *headings], table, title=f"{title} (ratio)", right=headings)
 
 
-def _show_machine(result: BenchResult, console: Console) -> None:
-    sessions = result.store.sessions
+def show_machine(
+    sessions: Sequence[dict[str, Any]], build: dict[str, Any], console: Console
+) -> None:
+    """Print what was measured on, and a warning if it was busy with other work.
+
+    Args:
+        sessions: Of `machine`, with `busy_after`.
+        build: Of `build_info`.
+    """
     if not sessions:
         return
     first, last = sessions[0], sessions[-1]
     when = first["date"] if len(sessions) == 1 else f"{first['date']} to {last['date']}"
-    build = str(result.settings["build"].get("base_commit", "unknown"))[:9]
+    commit = str(build.get("base_commit", "unknown"))[:9]
     console.text(
         f"{last['cpu']}, {last['cores']} cores, {last['threads']} threads, {last['system']}; "
-        f"llama.cpp {build}; {when}."
+        f"llama.cpp {commit}; {when}."
     )
     shares = [s.get(k) for s in sessions for k in ("busy_before", "busy_after")]
     busy = max((s for s in shares if s is not None), default=0.0)
@@ -205,12 +214,14 @@ def _show_machine(result: BenchResult, console: Console) -> None:
         )
 
 
-def _median(value: dict[str, Any] | None, digits: int = 2) -> str:
+def median_text(value: dict[str, Any] | None, digits: int = 2) -> str:
+    """Format the median of a `spread`; nothing for None."""
     return "" if value is None else f"{value['median']:.{digits}f}"
 
 
-def _range(value: dict[str, Any] | None) -> str:
-    return "" if value is None else f"{value['min']:.2f} to {value['max']:.2f}"
+def range_text(value: dict[str, Any] | None, digits: int = 2) -> str:
+    """Format smallest and largest of a `spread`; nothing for None."""
+    return "" if value is None else f"{value['min']:.{digits}f} to {value['max']:.{digits}f}"
 
 
 def _number(value: float | None) -> str:
