@@ -546,6 +546,65 @@ def bench(
     console.json(document)
 
 
+@app.command("bench-draft")
+def bench_draft(
+    model: Annotated[
+        Path | None, typer.Option("-m", "--model", help="Target, a GGUF file [the demo's].")
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option("-md", "--draft", "--model-draft", help="DFlash 2 draft [the demo's]."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Random weights instead: real or demo-like.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--type", help="Their type: q8_0 or q4_0 [q8_0].")
+    ] = None,
+    work_dir: Annotated[
+        Path | None, typer.Option("--work-dir", help="Folder to keep them in [not kept].")
+    ] = None,
+    stock: Annotated[
+        Path | None, typer.Option("--stock", help="Unpatched dflash-draft-round [build/stock].")
+    ] = None,
+    blocks: Annotated[
+        str, typer.Option("--blocks", help="Sequences that draft at once, by commas.")
+    ] = "1,2,4,8",
+    n_draft: NDraft = None,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Context of each sequence.")
+    ] = 256,
+    inject_rows: Annotated[
+        int, typer.Option("--inject-rows", min=1, help="Feature rows of an injection.")
+    ] = 4,
+    repeat: Annotated[int, typer.Option("-r", "--repeat", min=1, help="Repetitions.")] = 20,
+    ctx_size: Annotated[
+        int, typer.Option("-c", "--ctx-size", min=1, help="Context per sequence.")
+    ] = 4096,
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = -1,
+    json: Json = False,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Measure one pass of the draft, ours and stock's in turns: time, parts, memory, proposals."""
+    console = Console(json=json, quiet=quiet, progress=not no_progress)
+    from . import bench_draft as job
+    from . import bench_draft_report as report
+
+    with job.folder_for_pair(work_dir) as folder:
+        pair = job.find_files(model, draft, shape, kind, folder, console)
+        options = job.make_options(
+            pair, stock=stock, blocks=blocks, n_draft=n_draft, threads=threads,
+            n_prompt=prompt_tokens, n_inject=inject_rows, repeat=repeat, n_ctx=ctx_size,
+            n_gpu_layers=n_gpu_layers,
+        )  # fmt: skip
+        result = job.run_bench(options, console)
+        report.show(result, console)
+        console.result(report.headline(result))
+        console.json(result.document())
+
+
 def _read_prompt(console: Console) -> str:
     if sys.stdin.isatty():
         console.info("prompt (end with Ctrl-D on a line of its own):")
