@@ -131,7 +131,72 @@ def folder_for_pair(given: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def find_files(
+def make_options(
+    *,
+    target: Path | None,
+    draft: Path | None,
+    shape: str | None,
+    kind: str | None,
+    folder: Path,
+    stock: Path | None,
+    blocks: str,
+    n_draft: int | None,
+    n_prompt: int,
+    n_inject: int,
+    n_ctx: int,
+    threads: int | None,
+    console: Console,
+    **rest: Any,
+) -> DraftBenchOptions:
+    """Check what the user gave, fill in the defaults, and write the pair if it is a random one.
+
+    Args:
+        target, draft: GGUF files; both None for the demo's pair.
+        shape: Of `SHAPES`, for random weights instead.
+        kind: Of `TYPES`, for the same.
+        folder: Where the files of a random pair are or shall be.
+        stock: The stock build's dflash-draft-round; None for that of the checkout.
+        blocks: Values separated by commas.
+        rest: Further fields of `DraftBenchOptions`.
+
+    Raises:
+        InputError: A value or a file is not usable, or the pair does not fit.
+        FailureError: Our program is not built, or not enough space.
+    """
+    # the files come last: to write them takes a while
+    sequences = numbers(blocks, "--blocks", int, 1, MAX_BLOCKS)
+    if n_inject > n_prompt:
+        raise InputError(
+            f"--inject-rows is {n_inject}, expected at most --prompt-tokens, {n_prompt}"
+        )
+    needed = n_prompt + max(_SPARE, n_inject)
+    if n_ctx < needed:
+        raise InputError(f"the context is {n_ctx} tokens, expected at least {needed}")
+    ours = need_program(PROGRAM)
+    program, no_stock = find_stock(stock, PROGRAM)
+    target, draft = _find_files(target, draft, shape, kind, folder, console)
+    n_max = block_size(draft) - 1
+    if n_draft is not None and n_draft > n_max:
+        raise InputError(
+            f"--n-draft is {n_draft}, expected 1 to {n_max} (the draft's block size less one)"
+        )
+    return DraftBenchOptions(
+        target=target,
+        draft=draft,
+        ours=ours,
+        stock=program,
+        no_stock=no_stock,
+        blocks=sequences,
+        n_draft=n_draft or n_max,
+        n_prompt=n_prompt,
+        n_inject=n_inject,
+        n_ctx=n_ctx,
+        threads=threads or default_threads(),
+        **rest,
+    )
+
+
+def _find_files(
     target: Path | None,
     draft: Path | None,
     shape: str | None,
@@ -139,17 +204,6 @@ def find_files(
     folder: Path,
     console: Console,
 ) -> tuple[Path, Path]:
-    """Return the pair to measure: the given one, one with random weights, or the demo's.
-
-    Args:
-        shape: Of `SHAPES`, for random weights.
-        kind: Of `TYPES`, for the same.
-        folder: Where the files of a random pair are or shall be.
-
-    Raises:
-        InputError: Something does not go together, or a file is not usable.
-        FailureError: Not enough space.
-    """
     if shape is None:
         if kind is not None:
             raise InputError("--type is for random weights, expected --shape with it")
@@ -157,66 +211,18 @@ def find_files(
     else:
         if target is not None or draft is not None:
             raise InputError("--shape makes a pair, expected no -m and no -md with it")
-        one_of("--shape", shape, tuple(SHAPES))
-        kind = one_of("--type", kind or TYPES[0], TYPES)
+        _one_of("--shape", shape, tuple(SHAPES))
+        kind = _one_of("--type", kind or TYPES[0], TYPES)
         target, draft = random_pair(shape, kind, folder, console)
     if not _libs.gguf_uint32(draft, "dflash.selector_top_k"):
         raise InputError(f"`{draft}` has no candidate selector, expected a DFlash 2 draft")
     return target, draft
 
 
-def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
-    """Return `value`; raise InputError if it is not allowed."""
+def _one_of(option: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
         raise InputError(f"{option} is `{value}`, expected {' or '.join(allowed)}")
     return value
-
-
-def make_options(
-    pair: tuple[Path, Path],
-    *,
-    stock: Path | None,
-    blocks: str,
-    n_draft: int | None,
-    threads: int | None,
-    **rest: Any,
-) -> DraftBenchOptions:
-    """Check what the user gave and fill in the defaults.
-
-    Args:
-        pair: Of `find_files`.
-        stock: The stock build's dflash-draft-round; None for that of the checkout.
-        blocks: Values separated by commas.
-        rest: Further fields of `DraftBenchOptions`.
-
-    Raises:
-        InputError: A value is not usable.
-    """
-    n_max = block_size(pair[1]) - 1
-    if n_draft is not None and n_draft > n_max:
-        raise InputError(
-            f"--n-draft is {n_draft}, expected 1 to {n_max} (the draft's block size less one)"
-        )
-    program, no_stock = find_stock(stock, PROGRAM)
-    options = DraftBenchOptions(
-        *pair,
-        ours=need_program(PROGRAM),
-        stock=program,
-        no_stock=no_stock,
-        blocks=numbers(blocks, "--blocks", int, 1, MAX_BLOCKS),
-        n_draft=n_draft or n_max,
-        threads=threads or default_threads(),
-        **rest,
-    )
-    if options.n_inject > options.n_prompt:
-        raise InputError(
-            f"--inject-rows is {options.n_inject}, expected at most --prompt-tokens, "
-            f"{options.n_prompt}"
-        )
-    needed = options.n_prompt + max(_SPARE, options.n_inject)
-    if options.n_ctx < needed:
-        raise InputError(f"the context is {options.n_ctx} tokens, expected at least {needed}")
-    return options
 
 
 # --- measuring ------------------------------------------------------------------------------------

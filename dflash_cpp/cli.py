@@ -593,10 +593,10 @@ def bench_draft(
     from . import bench_draft_report as report
 
     with job.folder_for_pair(work_dir) as folder:
-        pair = job.find_files(model, draft, shape, kind, folder, console)
         options = job.make_options(
-            pair, stock=stock, blocks=blocks, n_draft=n_draft, threads=threads,
-            n_prompt=prompt_tokens, n_inject=inject_rows, repeat=repeat, n_ctx=ctx_size,
+            target=model, draft=draft, shape=shape, kind=kind, folder=folder, stock=stock,
+            blocks=blocks, n_draft=n_draft, n_prompt=prompt_tokens, n_inject=inject_rows,
+            n_ctx=ctx_size, threads=threads, console=console, repeat=repeat,
             n_gpu_layers=n_gpu_layers,
         )  # fmt: skip
         result = job.run_bench(options, console)

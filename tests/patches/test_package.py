@@ -21,7 +21,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"libdflash.so", "libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so",
              "libllama-common.so", "libmtmd.so"}  # fmt: skip
-PROGRAMS = {"llama-bench", "llama-cli", "llama-quantize", "llama-server"}
+PROGRAMS = {"dflash-draft-round", "llama-bench", "llama-cli", "llama-quantize", "llama-server"}
 
 LOAD_ALL = """
 import ctypes, os, sys
