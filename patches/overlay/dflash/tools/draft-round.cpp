@@ -3,7 +3,7 @@
 // Compiled in the patched and in the stock build from this file, so it uses only what both have: llama.h and llama-ext.h. How a
 // build's server would drive the draft is told by the options. Commands come on stdin and are answered by one line of JSON each:
 //
-//   open SLOTS DRAFTED       contexts as a server with so many slots makes them; the prompt is injected into all slots
+//   open SLOTS DRAFTED       contexts as a server with so many slots makes them; all slots have the prompt's features
 //   round BLOCKS DRAFTED     {"us"}: one draft pass of so many slots, from the batch to the greedy proposal
 //   inject BLOCKS ROWS       {"us"}: so many feature rows per slot, taken back afterwards
 //   profile BLOCKS DRAFTED   {"us": {kind: microseconds}, "nodes": {kind: nodes}} of one pass
@@ -32,6 +32,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -301,7 +302,8 @@ public:
         batch.reset();
         ctx_dft.reset();
         ctx_tgt.reset();
-        seen = observer();
+        seen     = observer();
+        profiled = { 0, 0 };
 
         ctx_tgt = make_target(slots, n_draft);
         ctx_dft = make_draft(slots, n_draft);
@@ -317,8 +319,9 @@ public:
             read_prompt();
         }
         n_slots = slots;
-        for (int32_t s = 0; s < slots; ++s) {
-            inject_rows(s, s + 1, 0, opt.n_prompt);
+        inject_rows(0, 1, 0, opt.n_prompt);
+        for (int32_t s = 1; s < slots; ++s) {
+            llama_memory_seq_cp(llama_get_memory(ctx_dft.get()), 0, s, -1, -1);
         }
     }
 
@@ -348,21 +351,21 @@ public:
     }
 
     std::string profile(int32_t blocks, int32_t n_draft) {
-        seen      = observer();
-        seen.mode = observer::LISTING;
-        draft(blocks, n_draft);
-
-        const classifier kinds(seen.listed);
-        std::array<double, N_KINDS> nodes = {};
-        for (const auto * t : seen.listed) {
-            seen.order.push_back(kinds.of(t));
-            nodes[seen.order.back()]++;
+        if (profiled != std::make_pair(blocks, n_draft)) {
+            list_nodes(blocks, n_draft);
+            profiled = { blocks, n_draft };
         }
+        seen.next = 0;
+        seen.us   = {};
         seen.mode = observer::TIMING;
         draft(blocks, n_draft);
         seen.mode = observer::OFF;
         if (seen.next != seen.order.size()) {
             throw failure("the graph changed between two equal passes");
+        }
+        std::array<double, N_KINDS> nodes = {};
+        for (const kind k : seen.order) {
+            nodes[k]++;
         }
         return "{\"us\": " + by_kind(seen.us) + ", \"nodes\": " + by_kind(nodes) + "}";
     }
@@ -388,6 +391,17 @@ public:
     }
 
 private:
+    void list_nodes(int32_t blocks, int32_t n_draft) {
+        seen      = observer();
+        seen.mode = observer::LISTING;
+        draft(blocks, n_draft);
+        const classifier kinds(seen.listed);
+        for (const auto * t : seen.listed) {
+            seen.order.push_back(kinds.of(t));
+        }
+        seen.mode = observer::OFF;
+    }
+
     model_ptr load(const std::string & path, const char * what) const {
         llama_model_params params = llama_model_default_params();
         params.n_gpu_layers = opt.n_gpu_layers;
@@ -603,6 +617,8 @@ private:
     context_ptr ctx_tgt, ctx_dft; // the draft's goes first
     batch_ptr   batch;
     observer    seen;
+
+    std::pair<int32_t, int32_t> profiled = { 0, 0 }; // what the list of nodes is of
 
     int32_t     n_slots = 0;
     int32_t     n_embd  = 0;
