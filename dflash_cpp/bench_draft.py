@@ -298,7 +298,7 @@ def _measure(
 
 
 def _base_kernel_proposals(options: DraftBenchOptions) -> dict[int, dict[str, Any]]:
-    """Return {sequences: proposals} of our build with the base's products."""
+    """Return {sequences: proposals} of our build with the base's kernels."""
     found = {}
     with DraftRounds(base_kernels_lane(options.ours), options.arguments) as rounds:
         for blocks in options.blocks:

@@ -49,7 +49,7 @@ def make_lanes(ours: Path, stock: Path | None) -> list[DraftLane]:
 
 
 def base_kernels_lane(ours: Path) -> DraftLane:
-    """Return our lane with the base's matrix products, whose rounding is that of stock."""
+    """Return our lane with the base's kernels, whose rounding is that of stock."""
     return DraftLane(OURS, ours, _OUR_WAY, {"GGML_DFLASH_SMALL_BATCH": "0"})
 
 

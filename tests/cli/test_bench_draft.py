@@ -278,7 +278,7 @@ def test_a_random_pair_is_measured_and_kept(
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert [r["lane"] for r in found["rounds"]] == ["stock", "ours"]
-    # with the same matrix products both builds compute the same
+    # with the same kernels both builds compute the same
     base = found["agreement"][0]["base_kernels"]
     assert base["same"] == base["of"] == 7
     assert base["score_difference"] < 1e-3
