@@ -35,7 +35,7 @@ TYPES = ("q8_0", "q4_0")
 MAX_BLOCKS = 64
 
 _WARM_UP = 2  # passes
-_PROFILES = 3  # passes
+_PROFILES = 5  # passes
 _SPARE = 64  # tokens of context behind the prompt
 _SETTLE_SECONDS = 0.005  # until the threads of the other build sleep
 
