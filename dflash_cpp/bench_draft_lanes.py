@@ -21,6 +21,9 @@ OURS, STOCK = "ours", "stock"
 # stock drafts n + 1 rows, reserves for its target's micro-batch, injects slot by slot
 _OUR_WAY = ("--whole-block", "--block-batch", "--all-together")
 
+# our kernels and fused nodes left out
+_BASE_KERNELS = {"GGML_DFLASH_SMALL_BATCH": "0", "GGML_DFLASH_DRAFT_OPS": "0"}
+
 _CLOSE_SECONDS = 5.0
 _LAST_LINES = 3
 
@@ -49,8 +52,8 @@ def make_lanes(ours: Path, stock: Path | None) -> list[DraftLane]:
 
 
 def base_kernels_lane(ours: Path) -> DraftLane:
-    """Return our lane with the base's kernels, whose rounding is that of stock."""
-    return DraftLane(OURS, ours, _OUR_WAY, {"GGML_DFLASH_SMALL_BATCH": "0"})
+    """Return our lane with the base's kernels and graph, whose rounding is that of stock."""
+    return DraftLane(OURS, ours, _OUR_WAY, _BASE_KERNELS)
 
 
 class DraftRounds:

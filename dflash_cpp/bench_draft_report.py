@@ -110,7 +110,7 @@ def _agreement_text(row: dict[str, Any]) -> str:
         return f"{sequences}: proposals not compared, the builds' blocks differ in length"
     told = f"{sequences}: both builds propose the same {_same(row['as_built'])}"
     base = row["base_kernels"]
-    return told if base is None else f"{told}; with the base's kernels: {_same(base)}"
+    return told if base is None else f"{told}; with the base's kernels and graph: {_same(base)}"
 
 
 def _same(found: dict[str, Any]) -> str:

@@ -115,6 +115,8 @@ kind kind_alone(const ggml_tensor * t) {
         case GGML_OP_ROPE:
         case GGML_OP_SET_ROWS:
             return ATTENTION;
+        case GGML_OP_CUSTOM: // a convolution that adds the residual has the name of the sum
+            return strcmp(t->name, "dflash2_lattice") == 0 ? SELECTOR : CONVOLUTION;
         default:
             break;
     }
