@@ -239,6 +239,11 @@ class LlamaServer:
             raise
 
     @property
+    def pid(self) -> int:
+        """Id of the process, 0 when there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
     def running(self) -> bool:
         """Whether the process lives."""
         return self._process is not None and self._process.poll() is None

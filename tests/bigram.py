@@ -80,6 +80,7 @@ def make_bigram(
     wrong: float = 0.0,
     drift: float = 0.0,
     busy: bool = False,
+    ends: bool = False,
     top_k: int = 16,
     target_layer_ids: tuple[int, ...] = (0, 2),
     **draft: Any,
@@ -99,6 +100,7 @@ def make_bigram(
             tokens, so text and acceptance show whether state was kept right.
         busy: give the draft random weights that read everything and write to coordinates of their
             own: hidden states then depend on all features, while the proposals stay.
+        ends: one of the classes is the end of the text, which then stands inside blocks.
         top_k: candidates per position.
         target_layer_ids: taps of the draft.
         draft: further arguments of `make_draft_checkpoint`, for instance block, layers,
@@ -110,6 +112,8 @@ def make_bigram(
     vocab = spec.make_vocab()
     rng = np.random.default_rng([seed, 7])
     cycle = rng.permutation(np.array(vocab.text_ids))[:N_CLASSES]
+    if ends:
+        cycle[N_CLASSES // 2] = vocab.eos
     classes = rng.integers(0, N_CLASSES, spec.n_vocab)
     classes[cycle] = np.arange(N_CLASSES)
     bad = np.zeros(N_CLASSES, bool)
