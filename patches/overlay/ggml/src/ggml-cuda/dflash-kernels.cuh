@@ -425,21 +425,22 @@ static __device__ __forceinline__ dflash_key dflash_sort_lanes(dflash_key key) {
     return key;
 }
 
-// Adds a tile to the k best so far. best [k], found [tile + k], bound [warps], n_found [1] are shared memory; best is
-// descending and complete before and after.
+// Adds a tile to the k best so far. best [k], found [tile + k], bound [warps], n_found [1] are shared memory. best is
+// descending; it is complete after the first barrier here, and at the end.
 static __device__ __forceinline__ void dflash_select(const dflash_key (&keys)[DFLASH_TOP_K_ITEMS], const int k,
                                                      dflash_key * best, dflash_key * found, dflash_key * bound,
                                                      int * n_found) {
+    const int  thread  = threadIdx.x;
     dflash_key largest = keys[0];
 #pragma unroll
     for (int i = 1; i < DFLASH_TOP_K_ITEMS; ++i) {
         largest = keys[i] > largest ? keys[i] : largest;
     }
     largest = dflash_sort_lanes(largest);
-    if (threadIdx.x % 32 == (k + 3) / 4 - 1) {
-        bound[threadIdx.x / 32] = largest;
+    if (thread % 32 == (k + 3) / 4 - 1) {
+        bound[thread / 32] = largest;
     }
-    if (threadIdx.x == 0) {
+    if (thread == 0) {
         *n_found = 0;
     }
     __syncthreads();
@@ -462,13 +463,13 @@ static __device__ __forceinline__ void dflash_select(const dflash_key (&keys)[DF
             found[atomicAdd(n_found, 1)] = keys[i];
         }
     }
-    if (threadIdx.x < k && best[threadIdx.x] != 0) {
-        found[atomicAdd(n_found, 1)] = best[threadIdx.x];
+    if (thread < k && best[thread] != 0) {
+        found[atomicAdd(n_found, 1)] = best[thread];
     }
     __syncthreads();
 
     const int n = *n_found;
-    for (int i = threadIdx.x; i < n; i += DFLASH_TOP_K_THREADS) {
+    for (int i = thread; i < n; i += DFLASH_TOP_K_THREADS) {
         const dflash_key key = found[i];
         int rank = 0;
         for (int j = 0; j < n && rank < k; ++j) {
@@ -478,7 +479,7 @@ static __device__ __forceinline__ void dflash_select(const dflash_key (&keys)[DF
             best[rank] = key;
         }
     }
-    for (int i = n + threadIdx.x; i < k; i += DFLASH_TOP_K_THREADS) {
+    for (int i = n + thread; i < k; i += DFLASH_TOP_K_THREADS) {
         best[i] = 0;
     }
     __syncthreads();
@@ -498,10 +499,10 @@ static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_part
     ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
 
-    if (threadIdx.x < k) {
-        best[threadIdx.x] = 0;
+    const int thread = threadIdx.x;
+    if (thread < k) {
+        best[thread] = 0;
     }
-    __syncthreads();
 
     const float * row   = src + (int64_t) (blockIdx.x / n_parts) * n_columns;
     const int     begin = blockIdx.x % n_parts * length;
@@ -511,17 +512,17 @@ static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_part
 #pragma unroll
         for (int i = 0; i < DFLASH_TOP_K_ITEMS; ++i) {
             const int left = end - tile;
-            const int at   = i * DFLASH_TOP_K_THREADS + threadIdx.x;
+            const int at   = i * DFLASH_TOP_K_THREADS + thread;
             keys[i] = at < left ? dflash_make_key(row[tile + at], tile + at) : 0;
         }
         dflash_select(keys, k, best, found, bound, n_found);
     }
-    if (threadIdx.x < k) {
-        const int64_t at = (int64_t) blockIdx.x * k + threadIdx.x;
+    if (thread < k) {
+        const int64_t at = (int64_t) blockIdx.x * k + thread;
         if (n_parts == 1) {
-            dst[at] = dflash_key_id(best[threadIdx.x]);
+            dst[at] = dflash_key_id(best[thread]);
         } else {
-            parts[at] = best[threadIdx.x];
+            parts[at] = best[thread];
         }
     }
 }
@@ -538,23 +539,23 @@ static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_merg
     ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
 
-    if (threadIdx.x < k) {
-        best[threadIdx.x] = 0;
+    const int thread = threadIdx.x;
+    if (thread < k) {
+        best[thread] = 0;
     }
-    __syncthreads();
 
     const dflash_key * row = parts + (int64_t) blockIdx.x * n;
     for (int tile = 0; tile < n; tile += DFLASH_TOP_K_TILE) {
         dflash_key keys[DFLASH_TOP_K_ITEMS];
 #pragma unroll
         for (int i = 0; i < DFLASH_TOP_K_ITEMS; ++i) {
-            const int at = tile + i * DFLASH_TOP_K_THREADS + threadIdx.x;
+            const int at = tile + i * DFLASH_TOP_K_THREADS + thread;
             keys[i] = at < n ? row[at] : 0;
         }
         dflash_select(keys, k, best, found, bound, n_found);
     }
-    if (threadIdx.x < k) {
-        dst[(int64_t) blockIdx.x * k + threadIdx.x] = dflash_key_id(best[threadIdx.x]);
+    if (thread < k) {
+        dst[(int64_t) blockIdx.x * k + thread] = dflash_key_id(best[thread]);
     }
 }
 
