@@ -95,14 +95,15 @@ static __global__ void __launch_bounds__(DFLASH_CONV_THREADS) dflash_conv(const 
 // phase hit different banks. Scores of the tiles before lie in dst.
 //
 // One launch reads 7 * 32 codebook rows of 272 bytes (61 KB), 448 bytes of candidates, as many of logits, 7 KB of gate, and writes 8 rows of dst
-// (164 KB): 0.2 MB, 0.1 us at 2 TB/s. The chain of candidate, row and product decides: 33 KB of shared memory, so the
-// rank is one tile, and 64 loads of 16 bytes twice a thread, about 1500 shared memory cycles.
+// (164 KB): 0.2 MB, 0.1 us at 2 TB/s. The chain of candidate, row and product decides: two waits for memory (33 KB of
+// shared memory hold all 256 ranks, so there is one tile, and a thread's 8 loads are under way together), then 64 times
+// two loads of 16 bytes a thread, some 1500 shared memory cycles.
 
 #define DFLASH_LATTICE_THREADS 256
 #define DFLASH_LATTICE_MAX_K   64
 
-// Rows of a codebook as they lie in memory; quad() is four values from r on, r a multiple of 4. `end` is the rank; rows of
-// blocks have a multiple of 32 values.
+// Rows of a codebook as they lie in memory. quad() is four values from r on, r a multiple of 4, and 0 from `end` on;
+// types in blocks have whole blocks of 32.
 
 template <typename value_t>
 struct dflash_row_float {
@@ -123,87 +124,78 @@ struct dflash_row_float {
     }
 };
 
+// Blocks are multiples of two bytes, so their bytes are read in pairs (all devices are little-endian).
+
 struct dflash_row_q8_0 {
-    half   d;
-    int8_t q[32];
+    half     d;
+    uint16_t q[16];
 
     static __device__ __forceinline__ float4 quad(const char * row, const int r, int) {
         const dflash_row_q8_0 & b = ((const dflash_row_q8_0 *) row)[r / 32];
-        const float    d = ggml_cuda_cast<float>(b.d);
-        const int8_t * q = b.q + r % 32;
-        return { q[0] * d, q[1] * d, q[2] * d, q[3] * d };
+        const float    d    = ggml_cuda_cast<float>(b.d);
+        const uint16_t low  = b.q[r % 32 / 2];
+        const uint16_t high = b.q[r % 32 / 2 + 1];
+        return { (int8_t) low * d, (int8_t) (low >> 8) * d, (int8_t) high * d, (int8_t) (high >> 8) * d };
     }
 };
 
-// Four bits a value, the first 16 values in the low halves.
-static __device__ __forceinline__ int dflash_nibble(const uint8_t * q, const int i) {
-    return i < 16 ? q[i] & 15 : q[i - 16] >> 4;
+// Values i to i + 3 of a block of 32 in four bits, one a byte. The first 16 values are the low halves.
+static __device__ __forceinline__ uint32_t dflash_nibbles(const uint16_t * q, const int i) {
+    const uint32_t bytes = q[i % 16 / 2] | (uint32_t) q[i % 16 / 2 + 1] << 16;
+    return (i < 16 ? bytes : bytes >> 4) & 0x0f0f0f0fu;
+}
+
+// The same with the fifth bits, which lie in order.
+static __device__ __forceinline__ uint32_t dflash_fives(const uint16_t * q, const uint16_t * fifth, const int i) {
+    const uint32_t bits = fifth[i / 16] >> i % 16;
+    return dflash_nibbles(q, i) | (bits & 1) << 4 | (bits & 2) << 11 | (bits & 4) << 18 | (bits & 8) << 25;
+}
+
+// (byte - less) * d + m
+static __device__ __forceinline__ float4 dflash_scale(const uint32_t bytes, const int less, const float d, const float m) {
+    return { ((int) (bytes & 255) - less) * d + m, ((int) (bytes >> 8 & 255) - less) * d + m,
+             ((int) (bytes >> 16 & 255) - less) * d + m, ((int) (bytes >> 24) - less) * d + m };
 }
 
 struct dflash_row_q4_0 {
-    half    d;
-    uint8_t q[16];
+    half     d;
+    uint16_t q[8];
 
     static __device__ __forceinline__ float4 quad(const char * row, const int r, int) {
         const dflash_row_q4_0 & b = ((const dflash_row_q4_0 *) row)[r / 32];
-        const float d = ggml_cuda_cast<float>(b.d);
-        const int   i = r % 32;
-        return { (dflash_nibble(b.q, i) - 8) * d, (dflash_nibble(b.q, i + 1) - 8) * d,
-                 (dflash_nibble(b.q, i + 2) - 8) * d, (dflash_nibble(b.q, i + 3) - 8) * d };
+        return dflash_scale(dflash_nibbles(b.q, r % 32), 8, ggml_cuda_cast<float>(b.d), 0.0f);
     }
 };
 
 struct dflash_row_q4_1 {
-    half    d, m;
-    uint8_t q[16];
+    half     d, m;
+    uint16_t q[8];
 
     static __device__ __forceinline__ float4 quad(const char * row, const int r, int) {
         const dflash_row_q4_1 & b = ((const dflash_row_q4_1 *) row)[r / 32];
-        const float d = ggml_cuda_cast<float>(b.d);
-        const float m = ggml_cuda_cast<float>(b.m);
-        const int   i = r % 32;
-        return { dflash_nibble(b.q, i) * d + m, dflash_nibble(b.q, i + 1) * d + m,
-                 dflash_nibble(b.q, i + 2) * d + m, dflash_nibble(b.q, i + 3) * d + m };
+        return dflash_scale(dflash_nibbles(b.q, r % 32), 0, ggml_cuda_cast<float>(b.d), ggml_cuda_cast<float>(b.m));
     }
 };
 
-// The fifth bit of value i.
-static __device__ __forceinline__ int dflash_fifth(const uint8_t * high, const int i) {
-    return ((high[i / 8] >> (i % 8)) & 1) << 4;
-}
-
 struct dflash_row_q5_0 {
-    half    d;
-    uint8_t high[4];
-    uint8_t q[16];
-
-    __device__ __forceinline__ float value(const int i, const float d32) const {
-        return ((dflash_nibble(q, i) | dflash_fifth(high, i)) - 16) * d32;
-    }
+    half     d;
+    uint16_t fifth[2];
+    uint16_t q[8];
 
     static __device__ __forceinline__ float4 quad(const char * row, const int r, int) {
         const dflash_row_q5_0 & b = ((const dflash_row_q5_0 *) row)[r / 32];
-        const float d = ggml_cuda_cast<float>(b.d);
-        const int   i = r % 32;
-        return { b.value(i, d), b.value(i + 1, d), b.value(i + 2, d), b.value(i + 3, d) };
+        return dflash_scale(dflash_fives(b.q, b.fifth, r % 32), 16, ggml_cuda_cast<float>(b.d), 0.0f);
     }
 };
 
 struct dflash_row_q5_1 {
-    half    d, m;
-    uint8_t high[4];
-    uint8_t q[16];
-
-    __device__ __forceinline__ float value(const int i, const float d32, const float m32) const {
-        return (dflash_nibble(q, i) | dflash_fifth(high, i)) * d32 + m32;
-    }
+    half     d, m;
+    uint16_t fifth[2];
+    uint16_t q[8];
 
     static __device__ __forceinline__ float4 quad(const char * row, const int r, int) {
         const dflash_row_q5_1 & b = ((const dflash_row_q5_1 *) row)[r / 32];
-        const float d = ggml_cuda_cast<float>(b.d);
-        const float m = ggml_cuda_cast<float>(b.m);
-        const int   i = r % 32;
-        return { b.value(i, d, m), b.value(i + 1, d, m), b.value(i + 2, d, m), b.value(i + 3, d, m) };
+        return dflash_scale(dflash_fives(b.q, b.fifth, r % 32), 0, ggml_cuda_cast<float>(b.d), ggml_cuda_cast<float>(b.m));
     }
 };
 
@@ -260,57 +252,70 @@ static inline int dflash_lattice_tile(const int k, const int rank) {
     return tile;
 }
 
-// Ranks [first, first + n) of the rows `ids`, times the gate if there is one. An id outside the table gives zeros.
+#define DFLASH_LATTICE_BATCH 8  // loads of a thread in flight, so that their latencies pass together
+
+// Ranks [first, first + n) of rows [from, to) in shared memory: row i < k is predecessor ids[i] times the gate, the k after
+// are candidates. An id outside its table gives zeros.
 template <typename row_t>
-static __device__ __forceinline__ void dflash_load_rows(const dflash_codebook & table, const int * ids, const float * gate,
-                                                        const int k, const int first, const int n, const int stride,
+static __device__ __forceinline__ void dflash_load_rows(const dflash_lattice_args & a, const int * ids, const float * gate,
+                                                        const int from, const int to, const int first, const int n,
                                                         float4 * rows) {
-    const int quads = (n + 3) / 4;
-    for (int e = threadIdx.x; e < k * quads; e += DFLASH_LATTICE_THREADS) {
-        const int i = e / quads;
-        const int q = e % quads;
-        const int r = first + 4 * q;
-        float4 v = { 0.0f, 0.0f, 0.0f, 0.0f };
-        if ((uint32_t) ids[i] < (uint32_t) table.n_rows) {
-            v = row_t::quad(table.data + ids[i] * table.stride, r, first + n);
+    const int thread = threadIdx.x;
+    const int quads  = (n + 3) / 4;
+    const int stride = a.tile / 4 + 1;
+    const int count  = (to - from) * quads;
+    for (int begin = 0; begin < count; begin += DFLASH_LATTICE_BATCH * DFLASH_LATTICE_THREADS) {
+        float4 values[DFLASH_LATTICE_BATCH];
+#pragma unroll
+        for (int e = 0; e < DFLASH_LATTICE_BATCH; ++e) {
+            const int at = begin + e * DFLASH_LATTICE_THREADS + thread;
+            values[e] = { 0.0f, 0.0f, 0.0f, 0.0f };
+            if (at < count) {
+                const int i  = from + at / quads;
+                const int id = ids[i];
+                const dflash_codebook & table = i < a.k ? a.predecessors : a.successors;
+                if ((uint32_t) id < (uint32_t) table.n_rows) {
+                    values[e] = row_t::quad(table.data + id * table.stride, first + at % quads * 4, first + n);
+                }
+            }
         }
-        if (gate) {
-            v.x *= gate[r];
-            v.y *= 4 * q + 1 < n ? gate[r + 1] : 0.0f;
-            v.z *= 4 * q + 2 < n ? gate[r + 2] : 0.0f;
-            v.w *= 4 * q + 3 < n ? gate[r + 3] : 0.0f;
+#pragma unroll
+        for (int e = 0; e < DFLASH_LATTICE_BATCH; ++e) {
+            const int at = begin + e * DFLASH_LATTICE_THREADS + thread;
+            if (at < count) {
+                const int i = from + at / quads;
+                const int q = at % quads;
+                float4    v = values[e];
+                if (i < a.k) {
+                    v.x *= gate[4 * q];
+                    v.y *= 4 * q + 1 < n ? gate[4 * q + 1] : 0.0f;
+                    v.z *= 4 * q + 2 < n ? gate[4 * q + 2] : 0.0f;
+                    v.w *= 4 * q + 3 < n ? gate[4 * q + 3] : 0.0f;
+                }
+                rows[i * stride + q] = v;
+            }
         }
-        rows[i * stride + q] = v;
     }
 }
 
-static __device__ __forceinline__ void dflash_load_rows_of(const dflash_codebook & table, const int * ids,
-                                                           const float * gate, const int k, const int first,
-                                                           const int n, const int stride, float4 * rows) {
-    switch (table.type) {
-        case DFLASH_ROW_F32:
-            return dflash_load_rows<dflash_row_float<float>>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_F16:
-            return dflash_load_rows<dflash_row_float<half>>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_BF16:
-            return dflash_load_rows<dflash_row_float<nv_bfloat16>>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_Q8_0:
-            return dflash_load_rows<dflash_row_q8_0>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_Q4_0:
-            return dflash_load_rows<dflash_row_q4_0>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_Q4_1:
-            return dflash_load_rows<dflash_row_q4_1>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_Q5_0:
-            return dflash_load_rows<dflash_row_q5_0>(table, ids, gate, k, first, n, stride, rows);
-        case DFLASH_ROW_Q5_1:
-            return dflash_load_rows<dflash_row_q5_1>(table, ids, gate, k, first, n, stride, rows);
+static __device__ __forceinline__ void dflash_load_rows_of(const int type, const dflash_lattice_args & a, const int * ids,
+                                                           const float * gate, const int from, const int to,
+                                                           const int first, const int n, float4 * rows) {
+    switch (type) {
+        case DFLASH_ROW_F32:  return dflash_load_rows<dflash_row_float<float>>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_F16:  return dflash_load_rows<dflash_row_float<half>>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_BF16: return dflash_load_rows<dflash_row_float<nv_bfloat16>>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_Q8_0: return dflash_load_rows<dflash_row_q8_0>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_Q4_0: return dflash_load_rows<dflash_row_q4_0>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_Q4_1: return dflash_load_rows<dflash_row_q4_1>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_Q5_0: return dflash_load_rows<dflash_row_q5_0>(a, ids, gate, from, to, first, n, rows);
+        case DFLASH_ROW_Q5_1: return dflash_load_rows<dflash_row_q5_1>(a, ids, gate, from, to, first, n, rows);
     }
 }
 
 static __global__ void __launch_bounds__(DFLASH_LATTICE_THREADS) dflash_lattice(const dflash_lattice_args a) {
-    DFLASH_SHARED_DYNAMIC(float4, rows);  // k predecessors, then k successors
-    DFLASH_SHARED(int, predecessor, DFLASH_LATTICE_MAX_K);
-    DFLASH_SHARED(int, candidate, DFLASH_LATTICE_MAX_K);
+    DFLASH_SHARED_DYNAMIC(float4, rows);  // k predecessors, then k candidates
+    DFLASH_SHARED(int, ids, 2 * DFLASH_LATTICE_MAX_K);
     DFLASH_SHARED(float, unary, DFLASH_LATTICE_MAX_K);
 
     ggml_cuda_pdl_lc();
@@ -331,24 +336,26 @@ static __global__ void __launch_bounds__(DFLASH_LATTICE_THREADS) dflash_lattice(
     const int64_t r = (int64_t) (blockIdx.x / a.n_tokens) * a.n_drafted + p - 1;
     for (int i = threadIdx.x; i < k; i += DFLASH_LATTICE_THREADS) {
         const int id = a.candidates[r * a.candidates_stride + i];
-        candidate[i]   = id;
-        predecessor[i] = p == 1 ? a.tokens[blockIdx.x - 1] : a.candidates[(r - 1) * a.candidates_stride + i];
-        unary[i]       = (uint32_t) id < (uint32_t) a.n_vocab ? a.logits[r * a.logits_stride + id] : 0.0f;
-        out[i]         = (float) id;
+        ids[i]     = p == 1 ? a.tokens[blockIdx.x - 1] : a.candidates[(r - 1) * a.candidates_stride + i];
+        ids[k + i] = id;
+        unary[i]   = (uint32_t) id < (uint32_t) a.n_vocab ? a.logits[r * a.logits_stride + id] : 0.0f;
+        out[i]     = (float) id;
     }
     __syncthreads();
 
     const int     stride = a.tile / 4 + 1;
     const float * gate   = a.gate + r * a.gate_stride;
-    float4      * after  = rows + k * stride;
     for (int first = 0; first < a.rank; first += a.tile) {
         const int  n    = a.rank - first < a.tile ? a.rank - first : a.tile;
         const bool last = first + n == a.rank;
         if (first > 0) {
             __syncthreads();  // the tile before has been read
         }
-        dflash_load_rows_of(a.predecessors, predecessor, gate, k, first, n, stride, rows);
-        dflash_load_rows_of(a.successors, candidate, nullptr, k, first, n, stride, after);
+        const bool alike = a.predecessors.type == a.successors.type;
+        dflash_load_rows_of(a.predecessors.type, a, ids, gate + first, 0, alike ? 2 * k : k, first, n, rows);
+        if (!alike) {
+            dflash_load_rows_of(a.successors.type, a, ids, gate, k, 2 * k, first, n, rows);
+        }
         __syncthreads();
 
         for (int o = threadIdx.x; o < k * k; o += DFLASH_LATTICE_THREADS) {
@@ -357,7 +364,7 @@ static __global__ void __launch_bounds__(DFLASH_LATTICE_THREADS) dflash_lattice(
             float4 sum = { 0.0f, 0.0f, 0.0f, 0.0f };
             for (int q = 0; q < (n + 3) / 4; ++q) {
                 const float4 x = rows[j * stride + q];
-                const float4 y = after[c * stride + q];
+                const float4 y = rows[(k + c) * stride + q];
                 sum.x = fmaf(x.x, y.x, sum.x);
                 sum.y = fmaf(x.y, y.y, sum.y);
                 sum.z = fmaf(x.z, y.z, sum.z);
