@@ -85,7 +85,8 @@ def main(arguments: list[str]) -> int:
         print("error: interrupted", file=sys.stderr)
         return 130
     ours = [kernel for kernel in kernels if OURS in kernel.name]
-    print(json.dumps([asdict(kernel) for kernel in ours], indent=1) if options.json else table(ours))
+    rows = [asdict(kernel) for kernel in ours]
+    print(json.dumps(rows, indent=1) if options.json else table(ours))
     count = len(kernels) - len(ours)
     if count:
         print(f"and {count} kernels of the base in these files", file=sys.stderr)
@@ -98,10 +99,11 @@ def main(arguments: list[str]) -> int:
 def find_nvcc() -> str:
     """CUDACXX, else the one in PATH, else the toolkit's usual place."""
     named = os.environ.get("CUDACXX")
-    found = shutil.which(named or "nvcc") or (None if named else shutil.which("/usr/local/cuda/bin/nvcc"))
+    names = [named] if named else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise PatchsetError(
-            f"`{named or 'nvcc'}` not found; install the CUDA toolkit (12.8 or newer) or name its"
+            f"`{names[0]}` not found; install the CUDA toolkit (12.8 or newer) or name its"
             " nvcc in CUDACXX",
             code=2,
         )
@@ -114,9 +116,7 @@ def architectures(nvcc: str, wanted: list[str] | None) -> list[str]:
     known = set(re.findall(r"sm_(\d+)", done.stdout))
     for arch in wanted or ():
         if arch not in ARCHITECTURES:
-            raise PatchsetError(
-                f"`--arch {arch}` is not one of {', '.join(ARCHITECTURES)}", code=2
-            )
+            raise PatchsetError(f"`--arch {arch}` is not one of {', '.join(ARCHITECTURES)}", code=2)
     result = [arch for arch in wanted or ARCHITECTURES if arch.rstrip("a") in known]
     if not result:
         raise PatchsetError(f"`{nvcc}` compiles for none of {', '.join(wanted or ARCHITECTURES)}")
@@ -148,11 +148,7 @@ def cublas_headers(nvcc: str, given: Path | None) -> Path | None:
     if given is not None:
         _unpack_headers(given, folder)
         return folder
-    probe = subprocess.run(
-        [nvcc, "-E", "-x", "cu", "-"],
-        input="#include <cublas_v2.h>\n", capture_output=True, text=True,
-    )  # fmt: skip
-    if probe.returncode == 0:
+    if toolkit_has_cublas(nvcc):
         return None
     if not (folder / "cublas_v2.h").is_file():
         major = re.search(r"release (\d+)", _output([nvcc, "--version"]))
@@ -168,6 +164,14 @@ def cublas_headers(nvcc: str, given: Path | None) -> Path | None:
                 )
             _unpack_headers(wheel, folder)
     return folder
+
+
+def toolkit_has_cublas(nvcc: str) -> bool:
+    """Whether nvcc finds cuBLAS's headers by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cu"
+        source.write_text("#include <cublas_v2.h>\n")
+        return subprocess.run([nvcc, "-E", source], capture_output=True).returncode == 0
 
 
 def _unpack_headers(wheel: Path, folder: Path) -> None:

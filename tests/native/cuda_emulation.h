@@ -53,6 +53,8 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+inline float4 make_float4(float x, float y, float z, float w) { return { x, y, z, w }; }
+
 struct half {
     uint16_t bits;
 };

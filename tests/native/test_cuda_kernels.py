@@ -114,6 +114,4 @@ def test_an_index_outside_is_seen(program: Path, sanitizer: bool) -> None:
 def test_absent_lanes_are_seen(program: Path) -> None:
     done = start(program, "lanes", 1, 1, ASCENDING)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "error: threads of a block wait at different barriers"
-    )
+    assert done.stderr.splitlines()[-1] == ("error: threads of a block wait at different barriers")

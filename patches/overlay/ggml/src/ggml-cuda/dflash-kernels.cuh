@@ -94,8 +94,8 @@ static __global__ void __launch_bounds__(DFLASH_CONV_THREADS) dflash_conv(const 
 // ranks per load. A row in shared memory is 4 floats longer than the tile, so that the eight lanes of a 16-byte load
 // phase hit different banks. Scores of the tiles before lie in dst.
 //
-// One launch reads 7 * 32 codebook rows of 272 bytes (61 KB), 448 bytes of candidates, as many of logits, 7 KB of gate, and writes 8 rows of dst
-// (164 KB): 0.2 MB, 0.1 us at 2 TB/s. The chain of candidate, row and product decides: two waits for memory (33 KB of
+// One launch reads 7 * 32 codebook rows of 272 bytes (61 KB), 448 bytes of candidates, as many of logits, 7 KB of gate,
+// and writes 8 rows of dst (164 KB): 0.2 MB, 0.1 us at 2 TB/s. The chain of candidate, row and product decides: two waits for memory (33 KB of
 // shared memory hold all 256 ranks, so there is one tile, and a thread's 8 loads are under way together), then 64 times
 // two loads of 16 bytes a thread, some 1500 shared memory cycles.
 
@@ -109,7 +109,7 @@ template <typename value_t>
 struct dflash_row_float {
     static __device__ __forceinline__ float4 quad(const char * row, const int r, const int end) {
         const value_t * x = (const value_t *) row + r;
-        float4 v = { 0.0f, 0.0f, 0.0f, 0.0f };
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         v.x = ggml_cuda_cast<float>(x[0]);
         if (r + 1 < end) {
             v.y = ggml_cuda_cast<float>(x[1]);
@@ -135,7 +135,7 @@ struct dflash_row_q8_0 {
         const float    d    = ggml_cuda_cast<float>(b.d);
         const uint16_t low  = b.q[r % 32 / 2];
         const uint16_t high = b.q[r % 32 / 2 + 1];
-        return { (int8_t) low * d, (int8_t) (low >> 8) * d, (int8_t) high * d, (int8_t) (high >> 8) * d };
+        return make_float4((int8_t) low * d, (int8_t) (low >> 8) * d, (int8_t) high * d, (int8_t) (high >> 8) * d);
     }
 };
 
@@ -153,8 +153,8 @@ static __device__ __forceinline__ uint32_t dflash_fives(const uint16_t * q, cons
 
 // (byte - less) * d + m
 static __device__ __forceinline__ float4 dflash_scale(const uint32_t bytes, const int less, const float d, const float m) {
-    return { ((int) (bytes & 255) - less) * d + m, ((int) (bytes >> 8 & 255) - less) * d + m,
-             ((int) (bytes >> 16 & 255) - less) * d + m, ((int) (bytes >> 24) - less) * d + m };
+    return make_float4(((int) (bytes & 255) - less) * d + m, ((int) (bytes >> 8 & 255) - less) * d + m,
+                       ((int) (bytes >> 16 & 255) - less) * d + m, ((int) (bytes >> 24) - less) * d + m);
 }
 
 struct dflash_row_q4_0 {
@@ -269,7 +269,7 @@ static __device__ __forceinline__ void dflash_load_rows(const dflash_lattice_arg
 #pragma unroll
         for (int e = 0; e < DFLASH_LATTICE_BATCH; ++e) {
             const int at = begin + e * DFLASH_LATTICE_THREADS + thread;
-            values[e] = { 0.0f, 0.0f, 0.0f, 0.0f };
+            values[e] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (at < count) {
                 const int i  = from + at / quads;
                 const int id = ids[i];
@@ -361,7 +361,7 @@ static __global__ void __launch_bounds__(DFLASH_LATTICE_THREADS) dflash_lattice(
         for (int o = threadIdx.x; o < k * k; o += DFLASH_LATTICE_THREADS) {
             const int j = o / k;
             const int c = o % k;
-            float4 sum = { 0.0f, 0.0f, 0.0f, 0.0f };
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             for (int q = 0; q < (n + 3) / 4; ++q) {
                 const float4 x = rows[j * stride + q];
                 const float4 y = rows[(k + c) * stride + q];
