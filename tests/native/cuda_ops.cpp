@@ -1,10 +1,16 @@
 // The nodes of ggml-dflash.h and ggml_top_k through ggml's backends; used by test_cuda_ops.py.
 //
-//     cuda_ops BACKEND OP SEED CASES   OP: conv, lattice, top_k; prints JSON: cases, wrong values, largest part of the bound
+//     cuda_ops BACKEND OP SEED CASES   OP: conv, lattice, top_k, refused (nodes that no device may take); prints JSON:
+//                                      cases, wrong values, largest part of the bound
 //     cuda_ops BACKEND time N_BLOCKS   microseconds per node at the published draft's shapes, as JSON
 //
 // BACKEND is a device's name as ggml gives it (CUDA0, CPU). On the CPU the nodes run the library's functions, or where it
-// has none the plain ones below. Exit code 3: no such device.
+// has none the plain ones below. Compiled with DFLASH_EMULATED, EMULATED is ggml-cuda/dflash.cu itself in the emulation.
+// Exit code 3: no such device.
+
+#ifdef DFLASH_EMULATED
+#include "dflash.cu"
+#endif
 
 #include "cuda_cases.h"
 
@@ -90,6 +96,36 @@ struct machine {
     ggml_backend_t     backend;
     ggml_custom_op_t   conv;
     ggml_custom_op_t   lattice;
+    bool               emulated;
+
+    bool supports(const ggml_tensor * node) const {
+#ifdef DFLASH_EMULATED
+        if (emulated) {
+            return node->op == GGML_OP_TOP_K || ggml_cuda_dflash_supported(node);
+        }
+#endif
+        return ggml_backend_dev_supports_op(device, node);
+    }
+
+    void compute(ggml_cgraph * nodes, const std::vector<ggml_tensor *> & results) const {
+#ifdef DFLASH_EMULATED
+        if (emulated) {
+            static ggml_backend_cuda_context context;
+            context.order = (context.order + 1) % 5;
+            for (ggml_tensor * t : results) {
+                if (t->op != GGML_OP_TOP_K) {
+                    ggml_cuda_dflash(context, t);
+                } else if (!ggml_cuda_dflash_top_k(context, (const float *) t->src[0]->data, (int32_t *) t->data,
+                                                   t->src[0]->ne[0], ggml_nrows(t), t->ne[0])) {
+                    fprintf(stderr, "a top-k was left to the base\n");
+                }
+            }
+            return;
+        }
+#endif
+        (void) results;
+        ggml_backend_graph_compute(backend, nodes);
+    }
 };
 
 // A graph, its inputs and what to put there.
@@ -143,7 +179,7 @@ struct graph {
     // False if the device does not take some node.
     bool ready(const machine & m) {
         for (ggml_tensor * t : results) {
-            if (!ggml_backend_dev_supports_op(m.device, t)) {
+            if (!m.supports(t)) {
                 return false;
             }
         }
@@ -192,7 +228,7 @@ void compute(graph & g, const machine & m, outcome & out, const std::function<vo
     std::vector<T> found(ggml_nelements(t));
     for (int i = 0; i < 3; ++i) {
         ggml_backend_tensor_memset(t, 0xff, 0, ggml_nbytes(t));
-        ggml_backend_graph_compute(m.backend, g.nodes);
+        m.compute(g.nodes, g.results);
         ggml_backend_tensor_get(t, found.data(), 0, ggml_nbytes(t));
         check(found.data());
     }
@@ -210,8 +246,9 @@ void one_case(const std::string & op, dice & d, const machine & m, outcome & out
         compute<float>(g, m, out, [&](const float * dst) { p.check(dst, out); });
     } else {
         const int k      = d.one_of({ 1, 2, 7, 16, 31, 33, 64 });
-        const int n      = d.one_of({ 1025, 2048, 2049, 4096, 32000, d.within(1025, 50000), 248320 });
-        const int n_rows = d.one_of({ 1, 7, 15, 60 });
+        const int most   = m.emulated ? 9000 : 50000;
+        const int n      = d.one_of({ 1025, 2048, 2049, 4096, d.within(1025, most), m.emulated ? 5000 : 248320 });
+        const int n_rows = d.one_of({ 1, 2, m.emulated ? 3 : 15, m.emulated ? 4 : 60 });
         exact<float> src((size_t) n * n_rows);
         for (int r = 0; r < n_rows; ++r) {
             fill_row(&src[(size_t) r * n], n, d);
@@ -223,6 +260,63 @@ void one_case(const std::string & op, dice & d, const machine & m, outcome & out
             }
         });
     }
+}
+
+// Each node is right but for one thing; all must be refused.
+void refused(dice & d, const machine & m, outcome & out) {
+    const auto altered = [&](ggml_tensor * t, const std::function<void(ggml_tensor *, ggml_dflash_tag &)> & change) {
+        const ggml_tensor as_it_was = *t;
+        ggml_dflash_tag   tag       = ggml_dflash_get_tag(t);
+        out.wrong += !m.supports(t);
+        change(t, tag);
+        memcpy((char *) t->op_params + GGML_DFLASH_TAG_AT, &tag, sizeof(tag));
+        out.wrong += m.supports(t);
+        *t = as_it_was;
+        ++out.cases;
+    };
+    graph g;
+    const conv_case    c(d, false);
+    const lattice_case l(d);
+    ggml_tensor * conv    = add_conv(g, m, c);
+    ggml_tensor * lattice = add_lattice(g, m, l);
+    for (ggml_tensor * t : { conv, lattice }) {
+        altered(t, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.magic++; });
+        altered(t, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.kind = 9; });
+        altered(t, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.n_tokens = 0; });
+        altered(t, [](ggml_tensor * node, ggml_dflash_tag & tag) { tag.n_tokens = (int) node->ne[1] + 1; });
+        altered(t, [](ggml_tensor * node, ggml_dflash_tag &) { node->src[2] = nullptr; });
+        altered(t, [](ggml_tensor * node, ggml_dflash_tag &) { node->type = GGML_TYPE_F16; });
+    }
+    const auto other = [&](const ggml_tensor * like, ggml_type type, int64_t ne0, int64_t ne1) {
+        return ggml_new_tensor_3d(g.ctx, type, ne0, ne1, like->ne[2]);
+    };
+    altered(conv, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.n_taps++; });
+    altered(conv, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.side = 2; });
+    altered(conv, [](ggml_tensor * node, ggml_dflash_tag & tag) { tag.group = (int) node->ne[0] + 1; });
+    altered(conv, [&](ggml_tensor * node, ggml_dflash_tag &) {
+        node->src[2] = other(node->src[2], GGML_TYPE_I32, c.H, c.n_taps);
+    });
+    altered(conv, [&](ggml_tensor * node, ggml_dflash_tag &) {
+        node->src[3] = other(node, GGML_TYPE_F32, c.H, c.T + 1);
+    });
+    altered(lattice, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.n_drafted = tag.n_tokens; });
+    altered(lattice, [](ggml_tensor *, ggml_dflash_tag & tag) { tag.n_drafted = 0; });
+    for (int book : { 3, 4 }) {
+        altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) {
+            node->src[book] = other(node->src[book], node->src[book]->type, l.rank, l.V - 1);
+        });
+        altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) {
+            node->src[2]        = other(node->src[2], GGML_TYPE_F32, 256, l.R);
+            node->src[7 - book] = other(node->src[book], GGML_TYPE_F32, 256, l.V);
+            node->src[book]     = other(node->src[book], GGML_TYPE_F32, 256, l.V);
+            out.wrong += !m.supports(node);
+            node->src[book] = other(node->src[book], GGML_TYPE_Q4_K, 256, l.V);
+        });
+    }
+    altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) {
+        node->src[1] = other(node->src[1], GGML_TYPE_I32, GGML_DFLASH_MAX_TOP_K + 1, l.R);
+    });
+    altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) { node->ne[0] = l.k + l.k * l.k - 1; });
 }
 
 // ---- time --------------------------------------------------------------------------------------------------------
@@ -298,7 +392,11 @@ int main(int argc, char ** argv) {
         }
     }, nullptr);
     machine m;
-    m.device = ggml_backend_dev_by_name(argv[1]);
+    m.emulated = false;
+#ifdef DFLASH_EMULATED
+    m.emulated = !strcmp(argv[1], "EMULATED");
+#endif
+    m.device = ggml_backend_dev_by_name(m.emulated ? "CPU" : argv[1]);
     if (m.device == nullptr) {
         fprintf(stderr, "error: no device `%s`\n", argv[1]);
         return 3;
@@ -317,6 +415,13 @@ int main(int argc, char ** argv) {
     const std::string op = argv[2];
     if (op == "time") {
         times(m, atoi(argv[3]));
+    } else if (op == "refused" && argc == 5) {
+        outcome out;
+        dice d((unsigned) atoi(argv[3]));
+        for (int i = 0; i < atoi(argv[4]); ++i) {
+            refused(d, m, out);
+        }
+        printf("{\"cases\": %d, \"wrong\": %ld}\n", out.cases, out.wrong);
     } else if ((op == "conv" || op == "lattice" || op == "top_k") && argc == 5) {
         outcome out;
         for (const unsigned seed = (unsigned) atoi(argv[3]); out.cases < atoi(argv[4]); ++out.cases) {

@@ -1,8 +1,9 @@
 """The draft's own nodes and the few-of-many top-k through ggml's backends.
 
 On a CUDA device (marked gpu): the convolution has the reference's bits, the lattice is within its
-bound, the top-k finds the same ids. On the CPU the same program with the library's functions for
-these nodes, or plain ones in the program where it has none.
+bound, the top-k finds the same ids. Without one, dflash.cu itself, which chooses and fills in the
+launches, in the emulation of test_cuda_kernels.py. On the CPU the same program with the library's
+functions for these nodes, or plain ones in the program where it has none.
 """
 
 from __future__ import annotations
@@ -16,12 +17,25 @@ from typing import Any
 import pytest
 
 DEVICE = "CUDA0"
+OVERLAY = Path(__file__).resolve().parents[2] / "patches" / "overlay"
 
 
 @pytest.fixture(scope="module")
 def program(build: Callable[..., Path], lib_dir: Path) -> Path:
     libraries = ("ggml", "ggml-cpu", "ggml-base")
     return build("cuda_ops", libraries=libraries, lib_dir=lib_dir, flags=("-ffp-contract=off",))
+
+
+@pytest.fixture(scope="module")
+def emulated(build: Callable[..., Path], lib_dir: Path) -> Path:
+    here = Path(__file__).parent
+    return build(
+        "cuda_ops",
+        libraries=("ggml", "ggml-cpu", "ggml-base"),
+        lib_dir=lib_dir,
+        flags=("-DDFLASH_EMULATED", "-ffp-contract=off", "-Wno-unknown-pragmas"),
+        includes=(OVERLAY / "ggml" / "src" / "ggml-cuda", here / "emulated", here),
+    )
 
 
 @pytest.fixture
@@ -46,6 +60,20 @@ def run(program: Path, *args: object) -> dict[str, Any]:
 def test_cpu_agrees(program: Path, op: str) -> None:
     found = run(program, "CPU", op, 1, 10)
     assert (found["cases"], found["wrong"]) == (10, 0)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("op", "cases"), [("conv", 40), ("lattice", 20), ("top_k", 12)])
+def test_the_launches_agree(emulated: Path, op: str, cases: int) -> None:
+    found = run(emulated, "EMULATED", op, 1, cases)
+    assert (found["cases"], found["wrong"]) == (cases, 0)
+
+
+@pytest.mark.native
+def test_what_no_kernel_takes_is_refused(emulated: Path) -> None:
+    found = run(emulated, "EMULATED", "refused", 1, 20)
+    assert found["cases"] == 20 * 25
+    assert found["wrong"] == 0
 
 
 @pytest.mark.native
