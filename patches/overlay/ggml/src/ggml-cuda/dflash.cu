@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdlib>
+#include <cstring>
 
 static_assert(DFLASH_LATTICE_MAX_K == GGML_DFLASH_MAX_TOP_K, "the lattice kernel's k");
 static_assert(sizeof(dflash_row_q8_0) == sizeof(block_q8_0), "layout of Q8_0");
@@ -175,8 +176,8 @@ void ggml_cuda_dflash(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
 bool ggml_cuda_dflash_top_k(ggml_backend_cuda_context & ctx, const float * src, int32_t * dst, const int64_t n_columns,
                             const int64_t n_rows, const int64_t k) {
     static const bool enabled = [] {
-        const char * value = getenv("GGML_DFLASH_TOP_K");
-        return value == nullptr || std::atoi(value) != 0;
+        const char * value = getenv("GGML_DFLASH_DRAFT_OPS");
+        return value == nullptr || strcmp(value, "0") != 0;
     }();
     if (!enabled || k < 1 || k > DFLASH_TOP_K_MAX_K || n_columns <= DFLASH_TOP_K_MIN_COLUMNS ||
         n_columns > INT_MAX - DFLASH_TOP_K_TILE || n_rows < 1) {

@@ -12,6 +12,6 @@ void ggml_cuda_dflash(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
 // dst [k, n_rows] = ids of the k largest of each row of src [n_columns, n_rows], descending, ties by lower id, NaN as
 // -infinity. Returns false, having done nothing, where the base has to: k above 64, short rows, or
-// GGML_DFLASH_TOP_K=0 in the environment, for comparison.
+// GGML_DFLASH_DRAFT_OPS=0 in the environment, for comparison.
 bool ggml_cuda_dflash_top_k(ggml_backend_cuda_context & ctx, const float * src, int32_t * dst, int64_t n_columns,
                             int64_t n_rows, int64_t k);
