@@ -72,7 +72,7 @@ stock: $(VENV)/.installed ## the unpatched llama.cpp with the same flags, in bui
 
 # ---- use and test --------------------------------------------------------------------------------
 
-.PHONY: demo test test-all test-gpu
+.PHONY: demo test test-all test-gpu cuda-check
 demo: build stock $(VENV)/.demo ## convert the demo draft, run it with a real target, compare speed and tokens
 	@$(VENV)/bin/dflash-cpp demo
 
@@ -84,6 +84,9 @@ test-all: build stock $(VENV)/.test ## all tests that need no GPU, the slow ones
 
 test-gpu: build.cuda $(VENV)/.test ## tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+cuda-check: ## compile the CUDA kernels for every architecture; needs nvcc, but no device (docs/cuda.md)
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) patches/cuda_check.py $(ARGS)
 
 # ---- patch set -----------------------------------------------------------------------------------
 

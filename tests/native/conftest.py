@@ -11,13 +11,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "patches" / "overlay" / "dflash"
+INCLUDES = (
+    SOURCES / "src",
+    SOURCES / "include",
+    ROOT / "patches" / "overlay" / "ggml" / "include",
+    ROOT / "dflash_cpp" / "include",
+)
 
 Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Compile `name`.cpp with files of dflash/src (`sources`) and against `libraries`."""
+    """Compile `name`.cpp with files of dflash/src (`sources`) and against `libraries`.
+
+    `flags` follow the usual ones, `includes` come before the usual folders.
+    """
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -28,12 +37,13 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         sources: tuple[str, ...] = (),
         libraries: tuple[str, ...] = (),
         lib_dir: Path | None = None,
+        flags: tuple[str, ...] = (),
+        includes: tuple[Path, ...] = (),
     ) -> Path:
         out = tmp_path_factory.mktemp("native") / name
         command: list[str | Path] = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror"]
-        command += [f"-I{SOURCES / 'src'}", f"-I{SOURCES / 'include'}"]
-        command += [f"-I{ROOT / 'patches' / 'overlay' / 'ggml' / 'include'}"]
-        command += [f"-I{ROOT / 'dflash_cpp' / 'include'}", Path(__file__).with_name(f"{name}.cpp")]
+        command += [*flags, *(f"-I{folder}" for folder in (*includes, *INCLUDES))]
+        command += [Path(__file__).with_name(f"{name}.cpp")]
         command += [SOURCES / "src" / source for source in sources]
         if lib_dir is not None:
             command += [f"-L{lib_dir}", *(f"-l{library}" for library in libraries)]

@@ -1,0 +1,2 @@
+// ggml_cuda_cast is in cuda_emulation.h.
+#pragma once
