@@ -101,7 +101,11 @@ def build(name: str) -> Path:
 
 
 def run(command: list[str | Path]) -> None:
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    """Shows the output only where it fails: compilers warn about llama.cpp's own files."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout[-8000:], file=sys.stderr)
+    done.check_returncode()
 
 
 def environment(name: str, libraries: Path) -> dict[str, str]:
