@@ -23,7 +23,7 @@ OVERLAY_SOURCES = $(shell find patches/overlay -name '*.h' -o -name '*.cpp' -o -
 .PHONY: help
 help: ## show this list
 	@echo "DFlash toolkit; options of llama.cpp go into CMAKE_ARGS, e.g. make build CMAKE_ARGS=-DGGML_VULKAN=ON"
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ---- environment ---------------------------------------------------------------------------------
 
@@ -87,6 +87,14 @@ test-gpu: build.cuda $(VENV)/.test ## tests that need a CUDA device
 
 cuda-check: ## compile the CUDA kernels for every architecture; needs nvcc, but no device (docs/cuda.md)
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) patches/cuda_check.py $(ARGS)
+
+.PHONY: avx2-check neon-check
+avx2-check: $(VENV)/.test ## CPU kernels for AVX2, built apart and tested; ARGS as for `make test`
+	@$(PY) tests/native/variants.py avx2 $(ARGS)
+
+neon-check: $(VENV)/.test ## CPU kernels for ARM, with a cross compiler and an emulator
+	@$(PY) tests/native/variants.py neon $(ARGS)
+	@$(PY) tests/native/variants.py neon-dotprod $(ARGS)
 
 # ---- patch set -----------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ import pytest
 
 SWITCH = "GGML_DFLASH_DRAFT_OPS"
 
-# Sums of up to 300 terms in F32: some roundings of 2^-24, relative to the sum of the absolute
-# terms.
+# Sums of up to 300 terms in F32: some roundings of 2^-24, relative to the sum of absolute terms.
 LATTICE_ERROR = 2e-6
 
 pytestmark = pytest.mark.native
@@ -26,8 +25,8 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(build: Callable[..., Path], lib_dir: Path) -> Run:
-    program = build("draft_ops", libraries=("ggml", "ggml-cpu", "ggml-base"), lib_dir=lib_dir)
+def run(build: Callable[..., Path], ggml_dir: Path) -> Run:
+    program = build("draft_ops", libraries=("ggml", "ggml-cpu", "ggml-base"), lib_dir=ggml_dir)
 
     def call(*arguments: Any, switch: str | None = None) -> dict[str, Any]:
         environment = {key: value for key, value in os.environ.items() if key != SWITCH}

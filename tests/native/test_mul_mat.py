@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,19 @@ SWITCH = "GGML_DFLASH_SMALL_BATCH"
 # the sum of the same quantised x, so it is part of w and adds no error of its own.
 BOUND = {"f32": 1e-6, "f16": 1e-6, "bf16": 1e-6, "q8_0": 1.2e-2, "q4_0": 1.2e-2}
 BOUND |= dict.fromkeys(("q4_K", "q5_K", "q6_K"), 1.6e-2)
-TYPES = [*((name, "file") for name in BOUND), ("q4_0", "repack"), ("q4_K", "repack")]
+ARM = platform.machine() in ("aarch64", "arm64") or "aarch64" in os.environ.get(
+    "DFLASH_NATIVE_RUN", ""
+)
+# what the base interleaves when loading, of the types that are ours
+INTERLEAVED = ("q8_0", "q4_0", "q4_K", "q5_K", "q6_K") if ARM else ("q4_0", "q4_K")
+TYPES = [*((name, "file") for name in BOUND), *((name, "repack") for name in INTERLEAVED)]
 
 pytestmark = pytest.mark.native
 
 
 @pytest.fixture(scope="module")
-def program(build: Callable[..., Path], lib_dir: Path) -> Path:
-    return build("mul_mat", libraries=("ggml", "ggml-cpu", "ggml-base"), lib_dir=lib_dir)
+def program(build: Callable[..., Path], ggml_dir: Path) -> Path:
+    return build("mul_mat", libraries=("ggml", "ggml-cpu", "ggml-base"), lib_dir=ggml_dir)
 
 
 def whole_blocks(k: int, name: str) -> int:
@@ -71,7 +77,10 @@ def ours(program: Path) -> None:
     """Skips where this CPU has no kernel: then the switch changes nothing."""
     kind = ("q8_0", "file")
     if run(program, kind, 64, 64, 1) == run(program, kind, 64, 64, 1, switch="0"):
-        pytest.skip("no kernel for this CPU (AVX-512 with VNNI, or AVX2 with FMA and F16C)")
+        # another build is given in order to test its kernels
+        (pytest.fail if "DFLASH_NATIVE_LIB_DIR" in os.environ else pytest.skip)(
+            "no kernel for this CPU (AVX-512 VNNI, AVX2 with FMA and F16C, NEON with dotprod)"
+        )
 
 
 @pytest.mark.parametrize("kind", TYPES, ids="-".join)
@@ -90,12 +99,13 @@ def test_right_and_the_same_for_every_number_of_columns(
 
 
 @pytest.mark.parametrize("kind", TYPES, ids="-".join)
-@pytest.mark.parametrize("rows", [1, 4, 8, 15, 17, 23, 31, 33, 47])
+@pytest.mark.parametrize("rows", [1, 4, 8, 12, 15, 17, 23, 31, 33, 47])
 def test_rows_that_fill_no_tile(
     program: Path, kind: tuple[str, str], rows: int, ours: None
 ) -> None:
     if kind[1] == "repack":
-        rows = max(8, rows - rows % 8)  # the base interleaves eight
+        together = 4 if ARM and kind[0].endswith("_0") else 8
+        rows = max(together, rows - rows % together)
     for result in run(program, kind, whole_blocks(64, kind[0]), rows, 9):
         assert result["error"] < BOUND[kind[0]]
         assert result["different"] == 0
@@ -129,14 +139,14 @@ def test_threads_change_nothing(program: Path, kind: tuple[str, str], ours: None
 
 @pytest.mark.parametrize("kind", TYPES, ids="-".join)
 def test_the_switch(program: Path, kind: tuple[str, str], ours: None) -> None:
-    """Off is the base's product: as right, with other roundings (but for Q4_0 interleaved)."""
+    """Off is the base's product: as right, with other roundings (but for some interleaved)."""
     k = whole_blocks(576, kind[0])
     on, off = (run(program, kind, k, 96, 8, switch=value) for value in ("1", "0"))
     assert max(r["error"] for r in on) < 1.5 * max(r["error"] for r in off) + 1e-7
-    assert on != off or kind == ("q4_0", "repack")
+    assert on != off or kind in (("q4_0", "repack"), ("q8_0", "repack"))
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_K"])
+@pytest.mark.parametrize("name", INTERLEAVED)
 def test_the_layout_changes_nothing(program: Path, name: str, ours: None) -> None:
     one, other = (run(program, (name, layout), 768, 88, 9) for layout in ("file", "repack"))
     assert one == other

@@ -44,7 +44,9 @@ inline float rounded(float x) {
 }
 #ifdef DFLASH_LANES
 inline fvec rounded(fvec x) {
-#if defined(__GNUC__)
+#if DFLASH_LANES == 4
+    asm("" : "+w"(x));
+#elif defined(__GNUC__)
     asm("" : "+v"(x));
 #endif
     return x;

@@ -49,7 +49,7 @@ inline fvec finish(fvec x, fvec y, fvec n, fvec least) {
     return _mm512_maskz_scalef_ps(keep, y, n);
 }
 
-#else
+#elif DFLASH_LANES == 8
 
 inline fvec nearest(fvec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
@@ -61,6 +61,21 @@ inline fvec hide(fvec x, fvec m) {
 inline fvec finish(fvec x, fvec y, fvec n, fvec least) {
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(power)), _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
+}
+
+#else
+
+inline fvec nearest(fvec x) { return vrndnq_f32(x); }
+
+inline fvec hide(fvec x, fvec m) {
+    const fvec least = fset(-INFINITY);
+    return vbslq_f32(vceqq_f32(m, least), least, x);
+}
+
+inline fvec finish(fvec x, fvec y, fvec n, fvec least) {
+    const int32x4_t power = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+    const fvec      value = fmul(y, vreinterpretq_f32_s32(power));
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, least)));  // NaN stays NaN
 }
 
 #endif
@@ -101,6 +116,10 @@ struct query {
 template <typename KV, int T, int NK, int NV>
 void chunk(query * rows, float (*acc)[NV * LANES], const char * k, size_t k_step, const char * v, size_t v_step, int64_t first, int64_t n,
            float scale) {
+    // vectors of a value at a time: with four lanes they do not all fit the registers
+    constexpr int PART = LANES > 4 ? NV : T > 1 ? 4 : NV <= 24 ? NV : 16;
+    static_assert(NV % PART == 0);
+
     bool any = false;
     for (int t = 0; t < T; ++t) {
         query & row = rows[t];
@@ -175,31 +194,33 @@ void chunk(query * rows, float (*acc)[NV * LANES], const char * k, size_t k_step
         row.total += fsum(sums);
     }
 
-    fvec o[T][NV];
-    for (int t = 0; t < T; ++t) {
-        for (int i = 0; i < NV; ++i) {
-            o[t][i] = load(acc[t] + i * LANES);
-        }
-    }
-    for (int64_t j = 0; j < n; ++j) {
-        const KV * value = (const KV *) (v + (first + j) * v_step);
-        fvec x[NV];
-        for (int i = 0; i < NV; ++i) {
-            x[i] = load(value + i * LANES);
-        }
+    for (int from = 0; from < NV; from += PART) {
+        fvec o[T][PART];
         for (int t = 0; t < T; ++t) {
-            const float w = rows[t].weight[j];
-            if (w != 0.0f) {  // a hidden value must not count, whatever it is
-                for (int i = 0; i < NV; ++i) {
-                    o[t][i] = fma(x[i], fset(w), o[t][i]);
+            for (int i = 0; i < PART; ++i) {
+                o[t][i] = load(acc[t] + (from + i) * LANES);
+            }
+        }
+        for (int64_t j = 0; j < n; ++j) {
+            const KV * value = (const KV *) (v + (first + j) * v_step);
+            fvec x[PART];
+            for (int i = 0; i < PART; ++i) {
+                x[i] = load(value + (from + i) * LANES);
+            }
+            for (int t = 0; t < T; ++t) {
+                const float w = rows[t].weight[j];
+                if (w != 0.0f) {  // a hidden value must not count, whatever it is
+                    for (int i = 0; i < PART; ++i) {
+                        o[t][i] = fma(x[i], fset(w), o[t][i]);
+                    }
                 }
             }
         }
-    }
-    for (int t = 0; t < T; ++t) {
-        if (rows[t].seen) {
-            for (int i = 0; i < NV; ++i) {
-                store(acc[t] + i * LANES, o[t][i]);
+        for (int t = 0; t < T; ++t) {
+            if (rows[t].seen) {
+                for (int i = 0; i < PART; ++i) {
+                    store(acc[t] + (from + i) * LANES, o[t][i]);
+                }
             }
         }
     }
@@ -229,7 +250,7 @@ struct job {
 template <typename KV, int ND>
 void work(const job & w) {
     // as many rows as leave their sums in registers
-    constexpr int T = LANES == 16 ? (ND <= 4 ? 4 : ND <= 8 ? 2 : 1) : (ND <= 4 ? 2 : 1);
+    constexpr int T = LANES == 16 ? (ND <= 4 ? 4 : ND <= 8 ? 2 : 1) : LANES == 8 ? (ND <= 4 ? 2 : 1) : 4;
 
     const int64_t n_pos = w.q->ne[1], n_head = w.q->ne[2];
     const int64_t per_k = n_head / w.k->ne[2], per_v = n_head / w.v->ne[2];

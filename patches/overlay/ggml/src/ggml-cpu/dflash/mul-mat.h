@@ -31,8 +31,10 @@ size_t ggml_dflash_mul_mat_work_size(const struct ggml_tensor * dst);
 // batch sizes.
 bool ggml_dflash_mul_mat(const struct ggml_compute_params * params, struct ggml_tensor * dst);
 
-// The same for weights that the base has interleaved by eight rows (block_q4_0x8, block_q4_Kx8).
-bool ggml_dflash_mul_mat_x8(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+// The same for weights that the base has interleaved (block_q4_0x4, block_q4_Kx8, ...): so many bytes of
+// each of so many rows stand together.
+bool ggml_dflash_mul_mat_interleaved(
+    const struct ggml_compute_params * params, struct ggml_tensor * dst, int bytes, int rows);
 
 // Whether attention of a single query must go through all its keys in one piece, as it does for
 // several queries, instead of in one part per thread: where there are heads enough for the threads.

@@ -1,4 +1,5 @@
-// Vectors of floats for the kernels here: DFLASH_LANES is 16 (AVX-512) or 8 (AVX2), not defined where there is neither.
+// Vectors of floats for the kernels here: DFLASH_LANES is 16 (AVX-512), 8 (AVX2) or 4 (NEON with dot products), not
+// defined where there is none of these.
 #pragma once
 
 #include "ggml.h"
@@ -7,6 +8,8 @@
 #define DFLASH_LANES 16
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define DFLASH_LANES 8
+#elif defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define DFLASH_LANES 4
 #endif
 
 #ifdef DFLASH_LANES
@@ -14,11 +17,16 @@
 #include <cstdint>
 #include <cstring>
 
+#if DFLASH_LANES == 4
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 namespace ggml_dflash {
 
-constexpr int LANES = DFLASH_LANES;
+constexpr int  LANES          = DFLASH_LANES;
+constexpr bool MANY_REGISTERS = LANES != 8;  // 32, else 16
 
 #if DFLASH_LANES == 16
 
@@ -46,7 +54,7 @@ inline void store(float * y, fvec v, int skip) {
     _mm512_mask_storeu_ps(y, (__mmask16) (0xffffu << skip), v);
 }
 
-#else
+#elif DFLASH_LANES == 8
 
 using fvec = __m256;
 
@@ -86,7 +94,47 @@ inline float fsum(fvec a) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
+#else
+
+using fvec = float32x4_t;
+
+inline fvec fzero() { return vdupq_n_f32(0); }
+inline fvec fset(float x) { return vdupq_n_f32(x); }
+inline fvec fadd(fvec a, fvec b) { return vaddq_f32(a, b); }
+inline fvec fsub(fvec a, fvec b) { return vsubq_f32(a, b); }
+inline fvec fmul(fvec a, fvec b) { return vmulq_f32(a, b); }
+inline fvec fma(fvec a, fvec b, fvec c) { return vfmaq_f32(c, a, b); }
+inline float fsum(fvec a) { return vaddvq_f32(a); }  // (0 + 1) + (2 + 3)
+inline fvec larger(fvec a, fvec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b if one is no number
+inline float largest(fvec a) { return vmaxvq_f32(a); }
+inline uint64_t above_mask(fvec a, fvec b) {  // bit per lane
+    static const uint32_t bit[4] = { 1, 2, 4, 8 };
+    return vaddvq_u32(vandq_u32(vcgtq_f32(a, b), vld1q_u32(bit)));
+}
+inline fvec load(const float * x) { return vld1q_f32(x); }
+inline fvec load(const ggml_fp16_t * x) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))); }
+inline fvec load(const ggml_bf16_t * x) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *) x), 16));
+}
+inline void store(float * y, fvec v) { vst1q_f32(y, v); }
+
+// all lanes but the first `skip`
+inline void store(float * y, fvec v, int skip) {
+    float all[4];
+    vst1q_f32(all, v);
+    memcpy(y + skip, all + skip, sizeof(float) * (4 - skip));
+}
+
 #endif
+
+// Starts to bring what lies at `at` into the cache.
+inline void fetch(const void * at) {
+#if DFLASH_LANES == 4
+    __builtin_prefetch(at);
+#else
+    _mm_prefetch((const char *) at, _MM_HINT_T0);
+#endif
+}
 
 } // namespace ggml_dflash
 
