@@ -81,6 +81,7 @@ def make_bigram(
     drift: float = 0.0,
     busy: bool = False,
     ends: bool = False,
+    target_head_dim: int = 48,
     top_k: int = 16,
     target_layer_ids: tuple[int, ...] = (0, 2),
     **draft: Any,
@@ -101,6 +102,7 @@ def make_bigram(
         busy: give the draft random weights that read everything and write to coordinates of their
             own: hidden states then depend on all features, while the proposals stay.
         ends: one of the classes is the end of the text, which then stands inside blocks.
+        target_head_dim: of the target's attention; a multiple of 32 allows quantised memory.
         top_k: candidates per position.
         target_layer_ids: taps of the draft.
         draft: further arguments of `make_draft_checkpoint`, for instance block, layers,
@@ -108,7 +110,7 @@ def make_bigram(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    spec = tiny.TargetSpec(arch=arch, n_layer=5)
+    spec = tiny.TargetSpec(arch=arch, n_layer=5, head_dim=target_head_dim)
     vocab = spec.make_vocab()
     rng = np.random.default_rng([seed, 7])
     cycle = rng.permutation(np.array(vocab.text_ids))[:N_CLASSES]

@@ -25,6 +25,10 @@ import httpx
 
 N_TEXT = 300  # ids below are ordinary tokens
 TIMEOUT = 120.0
+# llama-server puts an action on a busy slot off until some slot is free, one action each time:
+# those that are left when all requests are done wait for the next one.
+SLOT_TIMEOUT = 10.0
+TIE = 0.02  # of a logit; margins of these models are whole numbers, as a rule
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def _slot(rng: random.Random, n_ctx: int) -> Request:
     action = rng.choice(["save", "restore", "erase"])
     path = f"/slots/{rng.randrange(2)}?action={action}"
     body = {"filename": f"slot-{rng.randrange(2)}.bin"}
-    return Request(f"slot {action}", body, path, allowed=(200, 400, 404, 500, 501))
+    return Request(f"slot {action}", body, path, allowed=(-1, 200, 400, 404, 500, 501))
 
 
 _KINDS = {
@@ -185,7 +189,8 @@ def send(url: str, request: Request) -> Answer:
 
 def _send(url: str, request: Request) -> Answer:
     target = url + request.path
-    with httpx.Client(trust_env=False, timeout=TIMEOUT) as client:
+    timeout = SLOT_TIMEOUT if request.path.startswith("/slots") else TIMEOUT
+    with httpx.Client(trust_env=False, timeout=timeout) as client:
         if not request.body.get("stream"):
             reply = client.post(target, json=request.body)
             return _answer(request, reply.status_code, reply.json())
@@ -221,16 +226,41 @@ def play(url: str, requests: Sequence[Request], at_once: int) -> list[Answer]:
 
 
 def faults(
-    requests: Sequence[Request], plain: Sequence[Answer], drafted: Sequence[Answer]
+    requests: Sequence[Request],
+    plain: Sequence[Answer],
+    drafted: Sequence[Answer],
+    plain_url: str,
 ) -> list[str]:
-    """A sentence for each answer that is not as it should be."""
+    """A sentence for each answer that is not as it should be.
+
+    Rounding depends on what else is in a batch, and with hybrid targets and small batches the plain
+    server's state is not always right. So where two texts part, the text so far is run afresh: it
+    must not prefer the plain server's token by more than `TIE`.
+    """
     found = []
     for request, a, b in zip(requests, plain, drafted, strict=True):
         if b.status not in (*request.allowed, *([0] if request.cut else [])):
             found.append(f"{request.kind}: status {b.status} for {request.body}")
         elif request.compare and a != Answer(b.status, b.content, a.timings):
-            found.append(f"{request.kind}: {b.content}, plain {a.content}, for {request.body}")
+            margin = _margin(plain_url, request, a.content["tokens"], b.content["tokens"])
+            if margin > TIE:
+                text = f"{b.content}, plain {a.content} ahead by {margin:.3f}, for {request.body}"
+                found.append(f"{request.kind}: {text}")
     return found
+
+
+def _margin(url: str, request: Request, a: list[int], b: list[int]) -> float:
+    """By how much a fresh run of the text so far prefers a's first different token to b's."""
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if same is None:
+        return float("inf")
+    body = {"prompt": [*request.body["prompt"], *a[:same]], "n_predict": 1, "n_probs": 512}
+    reply = httpx.post(
+        f"{url}/completion", json=body | {"temperature": 0.0, "cache_prompt": False},
+        trust_env=False, timeout=TIMEOUT,
+    ).json()  # fmt: skip
+    top = {t["id"]: t["logprob"] for t in reply["completion_probabilities"][0]["top_logprobs"]}
+    return top.get(a[same], -1e9) - top.get(b[same], -1e9)
 
 
 def memory_mib(pid: int) -> float:
@@ -261,7 +291,7 @@ def soak(minutes: float, slots: int, seed: int, options: Sequence[str]) -> int:
                 seed += 1
                 requests = make_requests(seed, 20 * slots, n_ctx, save=True)
                 answers = [play(s.url, requests, 2 * slots) for s in (plain, drafting)]
-                wrong += faults(requests, *answers)
+                wrong += faults(requests, *answers, plain.url)
                 sent.update(request.kind for request in requests)
                 sizes.append(memory_mib(drafting.pid))
         for fault in wrong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ CONFIGS: dict[str, list[Any]] = {
     "one slot": ["-np", 1, "-c", N_CTX],
     "sixteen slots": ["-np", 16, "-c", 16 * N_CTX],
     "separate memories": ["--no-kv-unified"],
-    "one memory": ["--kv-unified", "-c", 4 * N_CTX],
+    "one memory": ["--kv-unified", "-c", 16 * N_CTX],  # or it would be full at times
     "micro-batch below a block": ["-ub", 4],
     "batch below the prompts": ["-b", 16, "-ub", 16],
     "no flash attention": ["-fa", "off"],
@@ -44,7 +45,8 @@ def ending(bin_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         if arch not in made:
             folder = tmp_path_factory.mktemp(f"ending-{arch}")
             drift = 0.15 if arch == "qwen35" else 0.5
-            made[arch] = make_bigram(folder, arch, wrong=0.2, drift=drift, ends=True)
+            options = {"wrong": 0.2, "drift": drift, "ends": True, "target_head_dim": 64}
+            made[arch] = make_bigram(folder, arch, **options)
         return made[arch]
 
     return make
@@ -54,13 +56,18 @@ def check(pair: Bigram, start: Any, tmp_path: Path, options: list[Any], seed: in
     size = options if "-np" in options else ["-np", 4, "-c", 4 * N_CTX, *options]
     size = [*size, "--slot-save-path", tmp_path]
     requests = mixed.make_requests(seed, 60, N_CTX, save=True)
-    plain = mixed.play(start(pair.target, None, *drop_draft(size)).url, requests, 8)
+    plain_url = start(pair.target, None, *drop_draft(size)).url
+    plain = mixed.play(plain_url, requests, 8)
     server = start(pair.target, pair.draft, *size)
     drafted = mixed.play(server.url, requests, 8)
-    assert mixed.faults(requests, plain, drafted) == []
-    metrics = server.metrics()
-    assert metrics["spec_decode_num_accepted_tokens_total"] > 50
-    assert metrics["requests_processing"] == 0, "a slot is stuck"
+    assert mixed.faults(requests, plain, drafted, plain_url) == []
+    assert server.metrics()["spec_decode_num_accepted_tokens_total"] > 50
+    for _ in range(100):  # requests whose client has gone end with their next token
+        if server.metrics()["requests_processing"] == 0:
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("a slot is stuck")
 
 
 def drop_draft(options: list[Any]) -> list[Any]:
@@ -82,7 +89,13 @@ def test_answers_are_the_plain_servers(name: str, ending: Any, start: Any, tmp_p
     check(ending("llama"), start, tmp_path, CONFIGS[name], list(CONFIGS).index(name))
 
 
-@pytest.mark.parametrize("name", ["defaults", "separate memories", "context shift"])
+HYBRID = [
+    "defaults", "separate memories", "one memory", "context shift", "micro-batch below a block",
+    "batch below the prompts",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HYBRID)
 def test_hybrid_targets(name: str, ending: Any, start: Any, tmp_path: Path) -> None:
     check(ending("qwen35"), start, tmp_path, CONFIGS[name], 100 + list(CONFIGS).index(name))
 
@@ -101,4 +114,4 @@ def test_texts_that_end_inside_a_block(arch: str, ending: Any, start: Any) -> No
         assert {k: drafted[k] for k in keys} == {k: plain[k] for k in keys}
         timings = drafted["timings"]
         inside += drafted["stop_type"] == "eos" and timings.get("draft_n_accepted", 0) > 0
-    assert inside > 20
+    assert inside > 10

@@ -13,9 +13,37 @@
 #include "dflash-verify.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <vector>
+
+// What all slots verify at once must fit a batch, and a block with its snapshots a micro-batch: the base asserts both. Batches
+// grow, but not beyond the context; there drafts shrink. An empty string, or why nothing fits.
+inline std::string dflash_server_fit(common_params & params) {
+    auto & n_max = params.speculative.draft.n_max;
+
+    const int32_t n_slots = std::max(1, params.n_parallel);
+    const int32_t n_ctx   = params.n_ctx > 0 ? params.n_ctx : INT32_MAX;
+    if (n_ctx / n_slots < 2) {
+        return dflash_format("%d slots share a context of %d tokens: no draft fits, take fewer slots (-np) or more context (-c)", n_slots, n_ctx);
+    }
+    if (n_max > n_ctx / n_slots - 1) {
+        LOG_WRN("draft-dflash: %d slots share a context of %d tokens: drafting %d tokens instead of %d\n", n_slots, n_ctx, n_ctx / n_slots - 1, n_max);
+        n_max = n_ctx / n_slots - 1;
+    }
+    const int32_t n_batch  = n_slots * (1 + n_max);
+    const int32_t n_ubatch = n_max + 2;
+    if (params.n_batch < n_batch) {
+        LOG_WRN("draft-dflash: %d slots verify %d tokens each: batch size %d instead of %d (-b)\n", n_slots, 1 + n_max, n_batch, params.n_batch);
+        params.n_batch = n_batch;
+    }
+    if (params.n_ubatch < n_ubatch) {
+        LOG_WRN("draft-dflash: micro-batch size %d instead of %d (-ub)\n", n_ubatch, params.n_ubatch);
+        params.n_ubatch = n_ubatch;
+    }
+    return "";
+}
 
 // false: the pair cannot work, every reason was logged. Sets the longest draft if the user has not and lengths can
 // adapt to it (drafts with a selector).
@@ -32,6 +60,10 @@ inline bool dflash_server_check_pair(common_params & params) {
         reasons = dflash_pair_reasons(target, draft);
         if (spec.draft.dflash_n_max && draft.top_k > 0 && draft.block_size > 1 && draft.block_size <= DFLASH_MAX_DRAFT + 1) {
             spec.draft.n_max = (int32_t) draft.block_size - 1;
+        }
+        const std::string unfit = reasons.empty() ? dflash_server_fit(params) : "";
+        if (!unfit.empty()) {
+            reasons.push_back(unfit);
         }
     } catch (const std::exception & err) {
         reasons.push_back(err.what());
