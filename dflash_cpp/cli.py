@@ -383,6 +383,24 @@ def serve(context: typer.Context) -> None:
     replace_process(command)
 
 
+@app.command(
+    "serve-python",
+    context_settings={
+        "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []
+    },
+)  # fmt: skip
+def serve_python(context: typer.Context) -> None:
+    """Start llama-cpp-python's server with a draft: serve-python --model T --draft D [...]."""
+    try:
+        from .python_server import serve as start
+    except ModuleNotFoundError as exc:
+        raise InputError(
+            f"the package {exc.name} is missing, which llama-cpp-python's server needs",
+            hint='pip install "dflash-toolkit[python-server]"',
+        ) from exc
+    start(context.args)
+
+
 @app.command()
 def info(json: Json = False) -> None:
     """Show versions, the llama.cpp base, backends, devices and where the libraries are."""
