@@ -195,6 +195,8 @@ def lines(result: Result, command: str) -> Iterator[str]:
     yield f"verdict: {result.verdict}"
     yield f"{at['cpu']}, {at['cores']} cores, {at['threads']} threads, {at['system']}, {at['date']}"
     yield command
+    if not figures.have_matplotlib():
+        yield INSTALL
 
 
 def markdown(result: Result, plots: Sequence[Path], command: str) -> str:
