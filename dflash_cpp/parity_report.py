@@ -129,10 +129,9 @@ def _differences(different: Sequence[tuple[Run, parity.PromptParity]]) -> Table:
     for run, prompt in different:
         d = prompt.difference
         assert d is not None
-        where = "" if run.slots is None else f", slots {run.slots}"
         rows.append(
             [
-                f"{run.condition.words()}{where}",
+                run.words(),
                 prompt.id,
                 prompt.verdict,
                 d.index,
@@ -272,7 +271,7 @@ def _lengths(axes: Axes, runs: Sequence[Run]) -> None:
     places = range(len(runs), 0, -1)
     colours = [figures.COLOURS[colour[run.report.verdict]] for run in runs]
     axes.barh(places, [accepted_length(run) or 0.0 for run in runs], color=colours)
-    axes.set_yticks(places, [f"{r.condition.words()}: {r.report.verdict}" for r in runs])
+    axes.set_yticks(places, [f"{r.words()}: {r.report.verdict}" for r in runs])
     axes.set_xlabel("accepted length (tokens per verification)")
 
 

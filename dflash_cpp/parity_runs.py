@@ -101,6 +101,11 @@ class Run:
     slots: int | None
     report: parity.ParityReport
 
+    def words(self) -> str:
+        """Return what is special about it, for people."""
+        slots = "" if self.slots is None else f", slots {self.slots}"
+        return f"{self.condition.words()}{slots}"
+
 
 @dataclass
 class Result:

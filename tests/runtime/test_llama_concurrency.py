@@ -451,9 +451,10 @@ def test_a_copy_opens_the_pair_in_the_child(files: tuple[Path, Path], tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen35"])
 def test_a_hundred_cycles_hold_memory_steady(tmp_path: Path, arch: str) -> None:
-    """Measured after a warm-up, in four steps: a leak of 40 kB per cycle would show as 1 MB each.
+    """Measured after a warm-up, in four steps of 25 cycles.
 
-    The allocator's own noise was 0 to 0.4 MB per step.
+    Measured: 0.02 to 3.2 MB per step, the smallest of four 0.04 MB at most. A leak of 20 kB per
+    cycle puts 0.5 MB into each step.
     """
     need_library()
     import psutil
