@@ -247,6 +247,12 @@ def test_the_draft_answers(our_library: None, pair: Bigram) -> None:
     assert llm.n_draft == 3
     assert llm.last_stats is not None
     assert llm.last_stats.accepted > 0
+    # under a grammar, too; a processor in Python rules it out
+    message, wanted = {"role": "user", "content": "a"}, {"type": "json_object"}
+    llm.create_chat_completion([message], max_tokens=20, temperature=0.0, response_format=wanted)
+    assert llm.last_stats.drafted > 0
+    llm("the cat sat", max_tokens=4, temperature=0.0, logit_bias={"5": 1.0})
+    assert llm.last_stats.mode == "plain"
     proxy.free()
 
 
