@@ -47,7 +47,9 @@ class DraftSettings(settings.ModelSettings):
     )
     p_min: float = Field(default=0.0, description="End a draft before a token less probable.")
     verify: str = Field(default="auto", description="auto, reject or match.")
-    adaptive: bool = Field(default=True, description="Draft as many tokens as pay.")
+    adaptive: Optional[bool] = Field(
+        default=None, description="Draft as many tokens as pay (default: true)."
+    )
     speculate: bool = Field(default=True, description="Whether to draft at all.")
     n_gpu_layers_draft: Optional[int] = Field(
         default=None, description="Layers of the draft on the GPU, -1 for all."
