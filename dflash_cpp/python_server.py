@@ -142,6 +142,12 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors in the house form."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse names the parsing functions of llama_cpp.server
+        for name, word in (
+            ("_parse_bool_arg", "true or false"),
+            ("_parse_json_object_arg", "JSON"),
+        ):
+            message = message.replace(f"invalid {name} value", f"expected {word}, found")
         raise InputError(message, hint=f"see `{PROGRAM} --help`")
 
 

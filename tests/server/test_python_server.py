@@ -297,6 +297,7 @@ def test_config_file(
         (["--model", "TARGET", "--draft", "none.gguf"], "the draft `none.gguf` does not exist"),
         (["--model", "TARGET", "--draft", "DRAFT", "--n_ctx", "x"], "--n_ctx: invalid int value"),
         (["--model", "TARGET", "--draft", "DRAFT", "--n_ctx", "-4"], "--n_ctx: Input should be"),
+        (["--adaptive", "maybe"], "--adaptive: expected true or false, found: 'maybe'"),
         (["--model", "a", "--draft_repo_id", "b/c"], "--draft_repo_id needs --hf_model_repo_id"),
         (["--model", "a", "--draft_model", "prompt"], "give --draft"),
         (["--config_file", "none.json"], "cannot read the config file `none.json`"),
