@@ -6,12 +6,12 @@ in `n_past`. Everything that changes one of them passes through `TargetMemory`.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _capi
+from ._lock import OwnerLock
 from .errors import DFlashMemoryError, DFlashStateError
 from .session import Session
 
@@ -49,7 +49,7 @@ class TargetMemory(llama_cpp.Llama):
     _n_rs_seq: int = 0
 
     def __init__(self, model_path: str, **kwargs: Any):
-        self._lock = threading.RLock()
+        self._lock = OwnerLock("DFlashLlama")
         self._turn = object()  # whose tokens the context holds; an outside change makes a new one
         self._surplus: tuple[int, ...] = ()  # tokens in memory that the caller has not seen yet
         self._blind = 0  # leading tokens without features in the draft
@@ -58,6 +58,7 @@ class TargetMemory(llama_cpp.Llama):
         super().__init__(model_path, **kwargs)
         self._ctx.__class__ = _TargetContext
         vars(self._ctx)["_dflash_owner"] = weakref.ref(self)
+        weakref.finalize(self, _close_if_alive, weakref.ref(self))  # at exit
 
     # `Llama` has no keyword for the number of snapshots: slip it in when the parameters are made
     @property
@@ -71,13 +72,19 @@ class TargetMemory(llama_cpp.Llama):
         self.__dict__["context_params"] = params
 
     def close(self) -> None:
-        """Free the draft, then the target. A second call does nothing."""
+        """Free the draft, then the target. A second call does nothing.
+
+        Another thread's call ends at its next token with DFlashStateError.
+        """
         self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-        if "_stack" in self.__dict__:
-            super().close()
+        if "_lock" not in self.__dict__ or not self._lock.mine:
+            return
+        with self._lock:
+            session, self._session = self._session, None
+            if session is not None:
+                session.close()
+            if "_stack" in self.__dict__:
+                super().close()
 
     # --- memory -------------------------------------------------------------------------------
 
@@ -181,6 +188,7 @@ class TargetMemory(llama_cpp.Llama):
             )
 
     def _need_open(self) -> None:
+        self._lock.check()
         if self._closed:
             raise DFlashStateError("this DFlashLlama is closed, expected an open one")
 
@@ -188,20 +196,30 @@ class TargetMemory(llama_cpp.Llama):
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """Sample a token from the model; see `llama_cpp.Llama.sample`."""
-        self._need_open()
-        return int(super().sample(*args, **kwargs))
+        with self._lock:
+            self._need_open()
+            return int(super().sample(*args, **kwargs))
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """Embed a string; see `llama_cpp.Llama.embed`."""
-        self._need_open()
-        return super().embed(*args, **kwargs)
+        with self._lock:
+            self._need_open()
+            return super().embed(*args, **kwargs)
 
     def tokenize(self, *args: Any, **kwargs: Any) -> list[int]:
         """Tokenize a string; see `llama_cpp.Llama.tokenize`."""
-        self._need_open()
-        return list(super().tokenize(*args, **kwargs))
+        with self._lock:
+            self._need_open()
+            return list(super().tokenize(*args, **kwargs))
 
     def detokenize(self, *args: Any, **kwargs: Any) -> bytes:
         """Detokenize a list of tokens; see `llama_cpp.Llama.detokenize`."""
-        self._need_open()
-        return bytes(super().detokenize(*args, **kwargs))
+        with self._lock:
+            self._need_open()
+            return bytes(super().detokenize(*args, **kwargs))
+
+
+def _close_if_alive(target: weakref.ref[TargetMemory]) -> None:
+    alive = target()
+    if alive is not None:
+        alive.close()

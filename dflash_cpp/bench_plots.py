@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,10 +15,7 @@ SPEEDUP, ACCEPTANCE, CONCURRENCY = "speedup.png", "acceptance.png", "concurrency
 
 INSTALL = "matplotlib is not installed; `pip install matplotlib`, then repeat with --resume"
 
-# Okabe and Ito's colours, which most colour-blind people tell apart; markers and dashes help
-_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#F0E442")
 _MARKERS = "osD^vP*X"
-_DPI = 150
 _PANEL = (9.0, 3.6)  # inches
 
 
@@ -39,15 +37,13 @@ def write_plots(document: dict[str, Any], folder: Path) -> tuple[list[Path], str
     ]
     for name, _, _ in wanted:
         (folder / name).unlink(missing_ok=True)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if not figures.have_matplotlib():
         return [], INSTALL
     styles = {
         lane["name"]: {
             "label": lane["words"],
-            "color": _COLOURS[i % len(_COLOURS)],
-            "marker": _MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)],
+            "color": figures.COLOURS[i % len(figures.COLOURS)],
+            "marker": _MARKERS[(i + i // len(figures.COLOURS)) % len(_MARKERS)],
             "linestyle": "--" if lane["name"].startswith("stock") else "-",
         }
         for i, lane in enumerate(document["lanes"])
@@ -63,12 +59,8 @@ def _draw(
     styles: dict[str, dict[str, Any]],
 ) -> Path:
     """Draw a panel per temperature (one where rows have none) and write the file in one step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     temps = list(dict.fromkeys(r.get("temp") for r in rows))
-    figure = Figure(figsize=(_PANEL[0], _PANEL[1] * len(temps)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = figures.new_figure(_PANEL[0], _PANEL[1] * len(temps))
     panels = figure.subplots(len(temps), 1, squeeze=False)
     for temp, axes in zip(temps, panels[:, 0], strict=True):
         draw(axes, [r for r in rows if r.get("temp") == temp], styles)
@@ -76,13 +68,7 @@ def _draw(
             axes.set_title(f"temperature {temp:g}", loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        canvas.print_figure(part, format="png", dpi=_DPI)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+    return figures.save(figure, path)
 
 
 def _speedup(axes: Axes, rows: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_convert.console import JSON_SCHEMA_VERSION, Console
 
-from . import bench_plots, bench_stats
+from . import bench_plots, bench_stats, figures
 from .bench import BenchResult, classes
 from .bench_lanes import STOCK_PLAIN
 from .machine import BUSY_SHARE
@@ -27,14 +26,8 @@ def write_files(result: BenchResult, folder: Path) -> tuple[dict[str, Any], list
     document = result.document()
     plots, why = bench_plots.write_plots(document, folder)
     document |= {"plots": [p.name for p in plots], "no_plots": why}
-    path = folder / JSON_FILE
-    part = path.with_name(f".{JSON_FILE}.{os.getpid()}.part")
-    try:
-        whole = {"schema": JSON_SCHEMA_VERSION, **document}
-        part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    whole = {"schema": JSON_SCHEMA_VERSION, **document}
+    path = figures.write_text(folder / JSON_FILE, json.dumps(whole, indent=1) + "\n")
     return document, [path, *plots]
 
 

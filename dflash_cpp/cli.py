@@ -191,13 +191,29 @@ def parity(
         Path | None,
         typer.Option("--prompts", help="Prompts, one a line, or .jsonl [built-in ones]."),
     ] = None,
+    classes: Annotated[
+        str | None, typer.Option("--classes", help="Classes of built-in prompts, by commas [all].")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="So many prompts at most.")
     ] = None,
     n_predict: Annotated[
         int, typer.Option("-n", "--n-predict", min=2, help="Tokens per prompt at most.")
     ] = 128,
-    n_draft: NDraft = None,
+    n_draft: Annotated[
+        str | None,
+        typer.Option("--n-draft", help="Tokens to draft per round, by commas [block - 1]."),
+    ] = None,
+    temp: Annotated[
+        str, typer.Option("--temp", "--temperature", help="Temperatures, by commas; 0: greedy.")
+    ] = "0",
+    samples: Annotated[
+        int, typer.Option("--samples", min=20, help="Texts per side and prompt above 0.")
+    ] = 400,
+    slots: Annotated[
+        str | None,
+        typer.Option("--slots", help="Also through llama-server: requests at once, by commas."),
+    ] = None,
     chat: Chat = None,
     max_delta: Annotated[
         float | None,
@@ -208,43 +224,52 @@ def parity(
     ubatch_size: UBatch = 512,
     threads: Threads = None,
     n_gpu_layers: GpuLayers = -1,
-    flash_attn: FlashAttn = OnOff.on,
+    flash_attn: Annotated[
+        str, typer.Option("-fa", "--flash-attn", help="Flash attention: on, off or on,off.")
+    ] = "on",
+    kv_type: Annotated[
+        str | None,
+        typer.Option("--kv-type", help="Types of the cache, by commas; f16/q8_0: of K and V."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write a report into this folder.")
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = 0,
     no_progress: NoProgress = False,
 ) -> None:
-    """Compare greedy speculative with greedy plain decoding; exit code 1 on a mismatch."""
-    console = Console(json=json, quiet=quiet, verbose=verbose, progress=not no_progress)
-    from . import parity as checker
-    from .caps import delta_cap
-    from .opening import PairOptions, open_pair
-    from .promptset import builtin_prompts, load_prompts, spread
+    """Compare speculative with plain decoding, greedily or by distribution; exit 1 if they differ.
 
-    chosen = spread(load_prompts(prompts) if prompts else builtin_prompts(), limit)
+    Several draft lengths, temperatures, caches or slots are gone through one after the other.
+    """
+    console = Console(json=json, quiet=quiet, verbose=verbose, progress=not no_progress)
+    from . import parity_report as report
+    from . import parity_runs as runs
+    from .opening import PairOptions
+    from .promptset import choose_prompts, spread
+
+    chosen = spread(choose_prompts(prompts, classes), limit)
+    conditions = runs.make_conditions(n_draft, flash_attn, kv_type)
+    temps, greedy = runs.make_temps(temp)
     options = PairOptions(
-        model, draft, n_draft, ctx_size, batch_size, ubatch_size, threads, n_gpu_layers,
-        flash_attn is OnOff.on, verbose > 1, adaptive=False,  # every round shall draft
+        model, draft, conditions[0].n_draft, ctx_size, batch_size, ubatch_size, threads,
+        n_gpu_layers, conditions[0].flash_attn, verbose > 1, adaptive=False,  # every round drafts
     )  # fmt: skip
-    with (
-        open_pair(options) as llm,
-        console.progress("comparing texts", 2 * len(chosen), "texts") as ticker,
-    ):
-        report = checker.check_parity(
-            llm,
-            chosen,
-            n_predict=n_predict,
-            cap=delta_cap(llm, max_delta),
-            chat=chat,
-            on_decoded=lambda: ticker.advance(1),
-        )
-    columns, rows, right = checker.table(report)
-    console.table(columns, rows, right=right)
-    for line in checker.summary(report):
-        console.text(line)
-    console.result(report.verdict)
-    console.json({"settings": options.to_json(), **report.to_json()})
-    if report.verdict == checker.MISMATCH:
+    plan = runs.Plan(
+        options, chosen, n_predict, conditions, temps, samples, runs.make_slots(slots), greedy,
+        chat=chat, max_delta=max_delta,
+    )  # fmt: skip
+    report.check_folder(out)
+    with console.progress("comparing texts", plan.n_steps, "texts") as ticker:
+        result = runs.run_plan(plan, on_text=lambda: ticker.advance(1))
+    report.show(result, console)
+    if out is not None:
+        for path in report.write_report(result, out, report.command_line(sys.argv)):
+            console.info(f"wrote {path}")
+    console.result(result.verdict)
+    console.json({"settings": options.to_json(), **report.document(result)})
+    if not result.good:
         raise typer.Exit(1)
 
 
@@ -381,6 +406,24 @@ def serve(context: typer.Context) -> None:
     if command.n_max is not None:
         Console().info(f"drafting up to {command.n_max} tokens per round (--spec-draft-n-max)")
     replace_process(command)
+
+
+@app.command(
+    "serve-python",
+    context_settings={
+        "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []
+    },
+)  # fmt: skip
+def serve_python(context: typer.Context) -> None:
+    """Start llama-cpp-python's server with a draft: serve-python --model T --draft D [...]."""
+    try:
+        from .python_server import serve as start
+    except ModuleNotFoundError as exc:
+        raise InputError(
+            f"the package {exc.name} is missing, which llama-cpp-python's server needs",
+            hint='pip install "dflash-toolkit[python-server]"',
+        ) from exc
+    start(context.args)
 
 
 @app.command()

@@ -188,6 +188,7 @@ class DFlashLlama(TargetMemory):
             self._requires_eval = True  # the switch may rearrange the buffer of the logits
             if session is None:
                 self._session = Session(self, self._draft_path, **self._draft_options)
+                self._session.leave_exit_to_target()
                 self._blind = self.n_tokens
             else:
                 self._rewind(session, min(self.n_tokens, session.n_past))
@@ -319,11 +320,15 @@ class DFlashLlama(TargetMemory):
         finally:
             # The surplus is not rolled back here but by the next call: a recurrent target can go
             # back only once, and the next prompt may want to go back further.
-            with self._lock:
-                if self._turn is turn:
-                    if self._surplus:
-                        self._sampler = None  # it has accepted tokens that nobody has seen
-                    self._take_turn()
+            if self._lock.mine:
+                self._end_turn(turn)
+
+    def _end_turn(self, turn: object) -> None:
+        with self._lock:
+            if self._turn is turn:
+                if self._surplus:
+                    self._sampler = None  # it has accepted tokens that nobody has seen
+                self._take_turn()
 
     def _advance(self, turn: object, start: int, result: StepResult, k: int) -> None:
         """Make it look as if token `k` alone had been sampled after everything before it."""

@@ -31,6 +31,7 @@ class PairOptions:
         verify: How a sampled text is verified, see `DFlashLlama`.
         adaptive: Whether draft lengths follow what pays; None as `DFlashLlama` decides.
         trace: Record every round for `DFlashLlama.draft_trace`.
+        kv_types: Types of keys and values in the cache, as `F16`; None for llama.cpp's own.
     """
 
     model: Path
@@ -46,6 +47,7 @@ class PairOptions:
     verify: str = "auto"
     adaptive: bool | None = None
     trace: bool = False
+    kv_types: tuple[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings that a result depends on."""
@@ -97,6 +99,13 @@ def open_pair(options: PairOptions, *, speculate: bool = True) -> DFlashLlama:
     from .llama import DFlashLlama
 
     threads = options.threads or default_threads()
+    cache = {}
+    if options.kv_types is not None:
+        from gguf import GGMLQuantizationType as Type
+
+        cache = dict(
+            zip(("type_k", "type_v"), (int(Type[t]) for t in options.kv_types), strict=True)
+        )
     try:
         return DFlashLlama(
             options.model,
@@ -114,6 +123,7 @@ def open_pair(options: PairOptions, *, speculate: bool = True) -> DFlashLlama:
             n_gpu_layers=options.n_gpu_layers,
             flash_attn=options.flash_attn,
             verbose=options.verbose,
+            **cache,
         )
     except DFlashError:
         raise

@@ -98,6 +98,12 @@ class ParityReport:
         return {v: sum(p.verdict == v for p in self.prompts) for v in VERDICTS}
 
     @property
+    def compared(self) -> int:
+        """Tokens compared: all up to the first difference of each prompt, that one included."""
+        ends = (p.difference.index + 1 if p.difference else p.n_plain for p in self.prompts)
+        return sum(ends)
+
+    @property
     def verdict(self) -> str:
         """The worst verdict of any prompt."""
         return next((v for v in reversed(VERDICTS) if self.counts[v]), IDENTICAL)
@@ -214,6 +220,32 @@ def greedy(
     return tokens, rounds
 
 
+@dataclass(frozen=True)
+class PlainTexts:
+    """Plain greedy texts, per prompt: its tokens, the text with its passes, the statistics."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    texts: list[tuple[list[int], list[Round]]] = field(default_factory=list)
+    stats: list[dict[str, Any]] = field(default_factory=list)
+
+
+def plain_texts(
+    llm: DFlashLlama,
+    prompts: Sequence[Prompt],
+    n_predict: int,
+    chat: bool | None = None,
+    on_decoded: Callable[[], None] = lambda: None,
+) -> PlainTexts:
+    """Decode every prompt plainly; see `check_parity`. Leaves `speculate` off."""
+    llm.speculate = False
+    plain = PlainTexts([encode_prompt(llm, p.text, chat=chat) for p in prompts])
+    for tokens in plain.prompts:
+        plain.texts.append(greedy(llm, tokens, n_predict))
+        plain.stats.append(llm.last_stats.to_json() if llm.last_stats else {})
+        on_decoded()
+    return plain
+
+
 def check_parity(
     llm: DFlashLlama,
     prompts: Sequence[Prompt],
@@ -221,6 +253,7 @@ def check_parity(
     n_predict: int,
     cap: Cap,
     chat: bool | None = None,
+    plain: PlainTexts | None = None,
     on_decoded: Callable[[], None] = lambda: None,
 ) -> ParityReport:
     """Decode every prompt plainly and speculatively by the same build and compare.
@@ -231,19 +264,14 @@ def check_parity(
         n_predict: Tokens per prompt.
         cap: From `delta_cap`.
         chat: See `text.encode_prompt`.
-        on_decoded: Called after each of the 2 * len(prompts) decodings.
+        plain: What `plain_texts` gave for the same target and settings; None to decode it here.
+        on_decoded: Called after each decoding: one per prompt, and one more without `plain`.
     """
-    encoded = [encode_prompt(llm, p.text, chat=chat) for p in prompts]
-    llm.speculate = False
-    plain: list[tuple[list[int], list[Round]]] = []
-    plain_stats: list[dict[str, Any]] = []
-    for tokens in encoded:
-        plain.append(greedy(llm, tokens, n_predict))
-        plain_stats.append(llm.last_stats.to_json() if llm.last_stats else {})
-        on_decoded()
+    plain = plain or plain_texts(llm, prompts, n_predict, chat, on_decoded)
     llm.speculate = True
     report = ParityReport(cap, llm.n_draft or 0, n_predict)
-    for prompt, tokens, expected, before in zip(prompts, encoded, plain, plain_stats, strict=True):
+    rows = zip(prompts, plain.prompts, plain.texts, plain.stats, strict=True)
+    for prompt, tokens, expected, before in rows:
         found = greedy(llm, tokens, n_predict)
         stats = llm.last_stats.to_json() if llm.last_stats else {}
         index = first_difference(expected[0], found[0])
@@ -251,7 +279,7 @@ def check_parity(
         if index is not None:
             with rescorer(llm) as scorer:
                 judgement = _rescore(scorer, tokens, expected, found, index, cap)
-            difference = _describe(llm, expected[0], found[0], index, judgement)
+            difference = describe(llm, expected[0], found[0], index, judgement)
         report.prompts.append(
             PromptParity(
                 id=prompt.id,
@@ -292,13 +320,15 @@ def _rescore(
     return judge(a, b, plain[0][index], speculative[0][index], cap.value)
 
 
-def _describe(
+def describe(
     llm: DFlashLlama,
     plain: Sequence[int],
     speculative: Sequence[int],
     index: int,
     judgement: Judgement,
 ) -> Difference:
+    """Return the difference of two texts at `index`, with its tokens as text."""
+
     def at(tokens: Sequence[int]) -> tuple[int | None, str]:
         if index >= len(tokens):
             return None, ""

@@ -86,6 +86,19 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
+def choose_prompts(path: Path | None, classes: str | None) -> list[Prompt]:
+    """Return the prompts of a file, or the built-in ones of some classes, named with commas.
+
+    Raises:
+        InputError: Both are given, or one cannot be read or is unknown.
+    """
+    if path is not None and classes is not None:
+        raise InputError("--classes chooses among the built-in prompts, leave --prompts out")
+    if path is not None:
+        return load_prompts(path)
+    return builtin_prompts(classes and [c.strip() for c in classes.split(",")])
+
+
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """Take at most `limit` prompts, going round the classes so that each is represented."""
     if limit is None or limit >= len(prompts):

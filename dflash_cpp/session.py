@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _capi
+from ._lock import OwnerLock
 from .errors import DFlashArgumentError, DFlashStateError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Session:
         adaptive: bool | None = None,
     ):
         self._api = _capi.api()
-        self._lock = threading.RLock()
+        self._lock = OwnerLock("session")
         context = getattr(target, "_ctx", target)
         if getattr(context, "ctx", None) is None:
             raise DFlashArgumentError("the target has been closed, expected an open one")
@@ -165,7 +165,7 @@ class Session:
         self._handle = handle
         self._target = context
         # runs at exit too, before anything of the target goes away
-        self._finalizer = weakref.finalize(self, _free, self._api, handle.value, os.getpid())
+        self._finalizer = weakref.finalize(self, _free, self._api, handle.value, self._lock)
         context._exit_stack.callback(_close_if_alive, weakref.ref(self))
 
         self.n_draft = int(self._api.dflash_session_n_draft(handle))
@@ -176,8 +176,8 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """True once the session is closed."""
-        return not self._finalizer.alive
+        """True once the session is closed, and in a forked child."""
+        return not (self._finalizer.alive and self._lock.mine)
 
     @property
     def n_past(self) -> int:
@@ -295,8 +295,14 @@ class Session:
 
     def close(self) -> None:
         """Free the session and its draft; the target stays. A second call does nothing."""
-        with self._lock:
-            self._finalizer()
+        self._finalizer()
+
+    def leave_exit_to_target(self) -> None:
+        """Be closed at the end of the process by the target that closes its own sessions.
+
+        It first makes calls of other threads end, which then cannot hold the session any longer.
+        """
+        self._finalizer.atexit = False
 
     def __enter__(self) -> Session:
         return self
@@ -310,10 +316,11 @@ class Session:
         return self._handle
 
 
-def _free(api: ctypes.CDLL, handle: int | None, pid: int) -> None:
+def _free(api: ctypes.CDLL, handle: int | None, lock: OwnerLock) -> None:
     # threads of the parent do not exist in a forked child: freeing there could wait for ever
-    if os.getpid() == pid:
-        api.dflash_session_close(handle)
+    if lock.mine:
+        with lock:
+            api.dflash_session_close(handle)
 
 
 def _close_if_alive(session: weakref.ref[Session]) -> None:

@@ -11,7 +11,7 @@ from dflash_convert.errors import InputError
 
 from .trace import ACCEPTED, REJECTED, Position, Trace, TracedRound, headline
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --good: #1a7f37; --bad: #cf222e; --line: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 2rem 0 .5rem; font-weight: 600; }
@@ -63,7 +63,7 @@ def page(trace: Trace, facts: Mapping[str, Any]) -> str:
 
 def _page(trace: Trace, facts: Mapping[str, Any]) -> Iterator[str]:
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
-    yield f"<title>DFlash trace</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
+    yield f"<title>DFlash trace</title>\n<style>{STYLE}</style>\n</head>\n<body>"
     yield "<h1>DFlash trace</h1>\n<dl>"
     for name, value in facts.items():
         yield f"<dt>{_safe(name)}</dt><dd><code>{_safe(value)}</code></dd>"
