@@ -36,6 +36,14 @@ CONFIGS: dict[str, list[Any]] = {
 }
 
 
+QUICK = ("defaults", "sixteen slots", "batch below the prompts", "Q8_0 memory", "three tokens")
+
+
+def cases(names: Any) -> list[Any]:
+    """Configurations as parameters; those that are not in `QUICK` are slow tests."""
+    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names]
+
+
 @pytest.fixture(scope="module")
 def ending(bin_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Pairs whose texts end, the end being a token that is drafted like any other."""
@@ -84,7 +92,7 @@ def drop_draft(options: list[Any]) -> list[Any]:
     return kept
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", cases(CONFIGS))
 def test_answers_are_the_plain_servers(name: str, ending: Any, start: Any, tmp_path: Path) -> None:
     check(ending("llama"), start, tmp_path, CONFIGS[name], list(CONFIGS).index(name))
 
@@ -95,7 +103,7 @@ HYBRID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", cases(HYBRID))
 def test_hybrid_targets(name: str, ending: Any, start: Any, tmp_path: Path) -> None:
     check(ending("qwen35"), start, tmp_path, CONFIGS[name], 100 + list(CONFIGS).index(name))
 
