@@ -23,7 +23,7 @@ import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from patchlib import PatchsetError
+from patchlib import PatchsetError, exit_code
 from patchlib.base import SdistBase, SourceBase, read_base_toml
 from patchlib.series import PatchSet
 from patchlib.tree import apply
@@ -66,24 +66,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cublas", type=Path, help="wheel or folder with cublas_v2.h")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
     options = parser.parse_args(arguments)
-    try:
-        nvcc = find_nvcc()
-        known = architectures(nvcc, options.arch)
-        tree = make_tree()
-        headers = cublas_headers(nvcc, options.cublas)
-        kernels = []
-        for file in options.file or FILES:
-            print(f"{file}: {', '.join(known)}", file=sys.stderr, flush=True)
-            kernels += compile_file(nvcc, tree, file, known, headers)
-    except PatchsetError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except OSError as error:
-        print(f"error: {error.strerror or error}: `{error.filename}`", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: check(options), "")
+
+
+def check(options: argparse.Namespace) -> int:
+    """Compile and print. Returns the exit code."""
+    nvcc = find_nvcc()
+    known = architectures(nvcc, options.arch)
+    tree = make_tree()
+    headers = cublas_headers(nvcc, options.cublas)
+    kernels = []
+    for file in options.file or FILES:
+        print(f"{file}: {', '.join(known)}", file=sys.stderr, flush=True)
+        kernels += compile_file(nvcc, tree, file, known, headers)
     ours = [kernel for kernel in kernels if OURS in kernel.name]
     rows = [asdict(kernel) for kernel in ours]
     print(json.dumps(rows, indent=1) if options.json else table(ours))
@@ -240,7 +235,7 @@ def kernel_name(mangled: str) -> str:
         return mangled
     length = int(found[1])
     name, rest = found[2][:length], found[2][length:]
-    types = {"If": "float", "I6__half": "half", "I13__nv_bfloat16": "bfloat16"}
+    types = {"If": "float", "I6__half": "half", "I13__nv_bfloat16": "bfloat16", "Iy": "key"}
     argument = next((text for code, text in types.items() if rest.startswith(code)), None)
     return f"{name}<{argument}>" if argument else name
 

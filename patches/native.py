@@ -22,7 +22,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from patchlib import PatchsetError
+from patchlib import PatchsetError, exit_code
 from patchlib.base import fetch, read_base_toml
 from patchlib.jobs import cores, free_memory, jobs
 
@@ -38,23 +38,18 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1 or arguments[0] not in kinds:
         print(f"error: found `{' '.join(arguments)}`, expected one of {kinds}", file=sys.stderr)
         return 2
-    try:
-        check_compiler()
-        cmake = find_cmake()
-        if arguments[0] == "bindings":
-            install_bindings()
-        elif arguments[0] != "tools":
-            build(arguments[0], cmake)
-        return 0
-    except PatchsetError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except OSError as error:
-        print(f"error: {error.strerror or error}: `{error.filename}`", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; run it again to continue", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(arguments[0]), "; run it again to continue")
+
+
+def run(kind: str) -> int:
+    """One of the commands above. Returns 0."""
+    check_compiler()
+    cmake = find_cmake()
+    if kind == "bindings":
+        install_bindings()
+    elif kind != "tools":
+        build(kind, cmake)
+    return 0
 
 
 def check_compiler() -> None:

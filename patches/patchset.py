@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from patchlib import PatchsetError
+from patchlib import exit_code
 from patchlib.base import SdistBase, SourceBase, fetch, read_base_toml
 from patchlib.check import check
 from patchlib.export import export
@@ -26,18 +26,7 @@ HERE = Path(__file__).resolve().parent
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns 0 done, 1 failed, 2 bad usage or input, 130 interrupted."""
     options = _parser().parse_args(arguments)
-    try:
-        return options.run(options)
-    except PatchsetError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        print("error: interrupted; the next run continues from a clean state", file=sys.stderr)
-        return 130
-    except OSError as error:
-        where = f" `{error.filename}`" if error.filename else ""
-        print(f"error: {error.strerror or error}:{where}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: options.run(options), "; the next run continues from a clean state")
 
 
 def _stop(signum: int, frame: object) -> None:

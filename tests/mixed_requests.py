@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import random
 import sys
 import tempfile
@@ -205,8 +206,6 @@ def _send(url: str, request: Request) -> Answer:
 
 def _joined(stream: str) -> dict[str, Any]:
     """The parts of a stream as one answer."""
-    import json
-
     parts = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     last = parts[-1] if parts else {}
     tokens = [token for part in parts for token in part.get("tokens", [])]

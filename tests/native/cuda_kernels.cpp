@@ -105,10 +105,10 @@ void top_k(dice & d, unsigned order, outcome & out) {
     }
     std::fill(dst.get(), dst.get() + dst.n, -1);
     emulation::launch(dim3(n_rows * n_parts), DFLASH_TOP_K_THREADS, 0, order,
-                      [&] { dflash_top_k_part(src.get(), parts.get(), dst.get(), n, n_parts, length, k); });
+                      [&] { dflash_top_k<float>(src.get(), parts.get(), dst.get(), n, n_parts, length, k); });
     if (n_parts > 1) {
         emulation::launch(dim3(n_rows), DFLASH_TOP_K_THREADS, 0, order,
-                          [&] { dflash_top_k_merge(parts.get(), dst.get(), n_parts * k, k); });
+                          [&] { dflash_top_k<dflash_key>(parts.get(), nullptr, dst.get(), n_parts * k, 1, n_parts * k, k); });
     }
 
     for (int r = 0; r < n_rows; ++r) {
@@ -127,7 +127,8 @@ void merge(dice & d, unsigned order, outcome & out) {
         keys[i] = d.once_in(9) ? 0 : dflash_make_key(d.normal(), i);
         sorted.insert(keys[i]);
     }
-    emulation::launch(dim3(1), DFLASH_TOP_K_THREADS, 0, order, [&] { dflash_top_k_merge(keys.get(), dst.get(), n, k); });
+    emulation::launch(dim3(1), DFLASH_TOP_K_THREADS, 0, order,
+                      [&] { dflash_top_k<dflash_key>(keys.get(), nullptr, dst.get(), n, 1, n, k); });
     auto next = sorted.begin();
     for (int i = 0; i < k; ++i) {
         out.wrong += dst[i] != dflash_key_id(*next++);

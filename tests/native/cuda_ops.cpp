@@ -166,7 +166,7 @@ struct graph {
                          const ggml_dflash_tag & tag) {
         ggml_tensor * t = ggml_custom_4d(ctx, GGML_TYPE_F32, ne0, ne1, 1, 1, args.data(), (int) args.size(), function,
                                          GGML_N_TASKS_MAX, nullptr);
-        memcpy((char *) t->op_params + GGML_DFLASH_TAG_AT, &tag, sizeof(tag));
+        ggml_dflash_set_tag(t, tag);
         return result(t);
     }
 

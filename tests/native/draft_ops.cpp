@@ -67,8 +67,7 @@ struct Graph {
             exit(1);
         }
         ggml_tensor * made = ggml_custom_4d(ctx, GGML_TYPE_F32, ne0, ne1, 1, 1, src.data(), (int) src.size(), fun, GGML_N_TASKS_MAX, nullptr);
-        tag.magic = GGML_DFLASH_MAGIC;
-        memcpy((char *) made->op_params + GGML_DFLASH_TAG_AT, &tag, sizeof(tag));
+        ggml_dflash_set_tag(made, tag);
         return made;
     }
 

@@ -22,8 +22,8 @@ ptxas info    : Function properties for _Z11dflash_convI6__halfEv16dflash_conv_a
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 0 barriers
 ptxas info    : Compile time = 12.3 ms
-ptxas info    : Compiling entry function '_Z17dflash_top_k_partPKfPyPiiiii' for 'sm_120a'
-ptxas info    : Function properties for _Z17dflash_top_k_partPKfPyPiiiii
+ptxas info    : Compiling entry function '_Z12dflash_top_kIfEvPKT_PyPiiiii' for 'sm_120a'
+ptxas info    : Function properties for _Z12dflash_top_kIfEvPKT_PyPiiiii
     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 17488 bytes smem
 ptxas info    : Compiling entry function '_Z12k_copy_rowsPKfPf' for 'sm_90'
@@ -36,14 +36,16 @@ ptxas info    : Used 8 registers, used 0 barriers
 def test_what_the_compiler_says() -> None:
     conv, top_k, other = cuda_check.parse("dflash.cu", PTXAS)
     assert conv == cuda_check.Kernel("dflash.cu", "dflash_conv<half>", "90", 32, 0, 0, 0)
-    assert top_k == cuda_check.Kernel("dflash.cu", "dflash_top_k_part", "120a", 255, 17488, 16, 20)
+    assert top_k == cuda_check.Kernel(
+        "dflash.cu", "dflash_top_k<float>", "120a", 255, 17488, 16, 20
+    )
     assert cuda_check.OURS not in other.name
 
 
 def test_the_table_has_a_line_for_each() -> None:
     lines = cuda_check.table(cuda_check.parse("dflash.cu", PTXAS)).splitlines()
     assert lines[0].split() == ["kernel", "arch", "registers", "shared", "stack", "spills"]
-    assert ["dflash_top_k_part", "120a", "255", "17488", "16", "20"] in [x.split() for x in lines]
+    assert ["dflash_top_k<float>", "120a", "255", "17488", "16", "20"] in [x.split() for x in lines]
 
 
 def test_names_without_a_type() -> None:
@@ -82,7 +84,7 @@ def compiler_that_says(folder: Path, text: str, code: int) -> Path:
 @pytest.mark.parametrize(
     ("text", "code", "last"),
     [
-        (PTXAS, 0, "error: registers are spilled in dflash_top_k_part"),
+        (PTXAS, 0, "error: registers are spilled in dflash_top_k<float>"),
         ("x.cu(3): error: no\n", 2, "error: dflash.cu does not compile; the reason stands above"),
     ],
 )
@@ -118,7 +120,7 @@ def test_the_kernels_compile_without_spills() -> None:
         "dflash_conv<half>",
         "dflash_conv<bfloat16>",
         "dflash_lattice",
-        "dflash_top_k_part",
-        "dflash_top_k_merge",
+        "dflash_top_k<float>",
+        "dflash_top_k<key>",
     }
     assert all(kernel["spills"] == 0 and kernel["registers"] > 0 for kernel in kernels)

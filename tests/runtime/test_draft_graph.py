@@ -21,7 +21,18 @@ pytestmark = [pytest.mark.native, pytest.mark.usefixtures("our_library")]
 # sums in another order
 CLOSE = 1e-5
 
+_IDS = np.arange(0, 500, 3)  # of a draft's own, smaller vocabulary
+
+
+def smaller_vocabulary() -> dict[str, Any]:
+    """Arguments of `make_pair`."""
+    head = np.random.default_rng(5).standard_normal((len(_IDS), 288)).astype(np.float32)
+    tensors = {"d2t": _IDS - np.arange(len(_IDS)), "lm_head.weight": head}
+    return {"tensors": tensors, "config_overrides": {"draft_vocab_size": len(_IDS)}}
+
+
 PAIRS: dict[str, dict[str, Any]] = {
+    "smaller vocabulary": smaller_vocabulary(),
     "plain": {},
     "taps 3, group 8, causal": {"taps": 3, "group": 8, "is_causal": True},
     "soft cap and scales": {"softcap": 9.0, "output_multiplier": 1.5, "embedding_scale": 2.0},
@@ -106,3 +117,31 @@ def test_nodes_and_memory(make_pair: Callable, stock_bin_dir: Path, tmp_path: Pa
     rows = 7 * vocabulary["n_vocab"] * 4 / 2**20
     assert rows <= ours.mib <= rows + 1
     assert stock.mib > 512 / 8 * rows
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (lambda ids: np.full_like(ids, 512), "d2t names token 512"),
+        (lambda ids: ids - 1, "d2t names token -1"),
+    ],
+    ids=["too large", "negative"],
+)
+def test_a_vocabulary_that_points_outside_is_refused(
+    wrong: Callable, sentence: str, make_pair: Callable, tmp_path: Path
+) -> None:
+    """The base would end the process when it scatters the logits."""
+    import gguf
+
+    from dflash_cpp.errors import DFlashError
+
+    pair = make_pair("llama", **smaller_vocabulary())
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(pair.draft.read_bytes())
+    place = next(t for t in gguf.GGUFReader(damaged).tensors if t.name == "d2t").data_offset
+    with damaged.open("r+b") as stream:
+        stream.seek(place)
+        stream.write(wrong(_IDS.astype("<i8")).tobytes())
+    job = job_of(pair) | {"draft": str(damaged)}
+    with pytest.raises(DFlashError, match=sentence):
+        our_pair.OurPair(job)

@@ -89,6 +89,27 @@ def test_a_damaged_draft(bin_dir: Path, random_pair: tiny.Pair, tmp_path: Path) 
 # --- LlamaServer ----------------------------------------------------------------------------------
 
 
+def test_more_slots_than_a_context_holds(bin_dir: Path, random_pair: tiny.Pair) -> None:
+    pair = ("-m", random_pair.target, "-md", random_pair.draft, "--spec-type", "draft-dflash")
+    said = refused(bin_dir, *pair, "-c", 256, "-np", 200)
+    assert "200 slots share a context of 256 tokens: no draft fits" in said
+
+
+def test_drafts_shrink_to_the_context_and_batches_grow(
+    bin_dir: Path, random_pair: tiny.Pair, tmp_path: Path
+) -> None:
+    pair = ("-m", random_pair.target, "-md", random_pair.draft, "--spec-type", "draft-dflash")
+    size = ("-c", 256, "-np", 64, "--kv-unified", "-b", 100, "-ub", 3, "-t", 1)
+    log = tmp_path / "server.log"
+    with LlamaServer([str(word) for word in (*pair, *size)], log=log) as server:
+        body = {"prompt": [5, 6, 7], "n_predict": 20, "temperature": 0.0, "ignore_eos": True}
+        assert server.post("/completion", body)["tokens_predicted"] == 20
+    said = log.read_text()
+    assert "drafting 3 tokens instead of 7" in said
+    assert "batch size 256 instead of 100" in said
+    assert "micro-batch size 5 instead of 3" in said
+
+
 def test_failure_to_start_shows_the_servers_own_words(
     bin_dir: Path, random_pair: tiny.Pair
 ) -> None:

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <set>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -154,6 +155,17 @@ struct dflash_header {
         const int64_t id = tensor(name);
         return id < 0 ? -1 : gguf_get_tensor_ne(ctx.get(), id)[i];
     }
+
+    // the first n values of an I64 tensor; fewer if the file ends before
+    std::vector<int64_t> data_i64(const std::string & name, size_t n) const {
+        std::vector<int64_t> res(n);
+        const uint64_t at = gguf_get_data_offset(ctx.get()) + gguf_get_tensor_offset(ctx.get(), tensor(name));
+        std::ifstream  f(path, std::ios::binary);
+        f.seekg((std::streamoff) at);
+        f.read((char *) res.data(), (std::streamsize) (n * sizeof(int64_t)));
+        res.resize((size_t) f.gcount() / sizeof(int64_t));
+        return res;
+    }
 };
 
 std::string dflash_quote(const std::string & s) {
@@ -240,6 +252,25 @@ dflash_target_facts dflash_target_facts_from_model(const llama_model * model) {
     return res;
 }
 
+// ids of the tokens in a draft's own, smaller vocabulary; the base asserts all of this when it scatters the logits
+static void dflash_check_d2t(const dflash_header & h, ggml_type type, dflash_draft_facts & draft) {
+    const int64_t n = h.dim("d2t", 0);
+    if (type != GGML_TYPE_I64) {
+        draft.reasons.push_back(dflash_format("%s: d2t is %s, expected i64", draft.name.c_str(), ggml_type_name(type)));
+        return;
+    }
+    if (n > draft.n_vocab) {
+        draft.reasons.push_back(dflash_format("%s: d2t lists %lld tokens, the vocabulary has %lld", draft.name.c_str(), (long long) n, (long long) draft.n_vocab));
+        return;
+    }
+    for (const int64_t id : h.data_i64("d2t", (size_t) n)) {
+        if (id < 0 || id >= draft.n_vocab) {
+            draft.reasons.push_back(dflash_format("%s: d2t names token %lld, expected ids below the vocabulary of %lld", draft.name.c_str(), (long long) id, (long long) draft.n_vocab));
+            return;
+        }
+    }
+}
+
 dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
     const dflash_header h(path);
 
@@ -317,7 +348,9 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
     for (int64_t i = 0; i < gguf_get_n_tensors(h.ctx.get()); ++i) {
         const std::string tensor = gguf_get_tensor_name(h.ctx.get(), i);
         const ggml_type   type   = gguf_get_tensor_type(h.ctx.get(), i);
-        if (!dflash_weight_type(type) && !(tensor == "d2t" && type == GGML_TYPE_I64)) {
+        if (tensor == "d2t") {
+            dflash_check_d2t(h, type, res);
+        } else if (!dflash_weight_type(type)) {
             reasons.push_back(dflash_format("%s: %s is %s, which no product can read: expected f32, f16, bf16 or a quantised type", name, tensor.c_str(), ggml_type_name(type)));
         } else if (dflash_ends_with(tensor, "norm.weight") && type != GGML_TYPE_F32) {
             reasons.push_back(dflash_format("%s: %s is %s, expected f32", name, tensor.c_str(), ggml_type_name(type)));

@@ -34,6 +34,8 @@
 
 #include "ggml.h"
 
+#include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
 #ifdef __cplusplus
@@ -71,6 +73,19 @@ static inline struct ggml_dflash_tag ggml_dflash_get_tag(const struct ggml_tenso
         memset(&tag, 0, sizeof(tag));
     }
     return tag;
+}
+
+// Makes a custom node one of ours; the magic is filled in.
+static inline void ggml_dflash_set_tag(struct ggml_tensor * node, struct ggml_dflash_tag tag) {
+    tag.magic = GGML_DFLASH_MAGIC;
+    memcpy((char *) node->op_params + GGML_DFLASH_TAG_AT, &tag, sizeof(tag));
+}
+
+// Whether GGML_DFLASH_DRAFT_OPS in the environment is this: `0` leaves the base's top-k, convolution, head and selector as they
+// are, `composite` builds the draft's graph from ordinary operations. For comparison; to be asked once and kept.
+static inline bool ggml_dflash_draft_ops_is(const char * mode) {
+    const char * value = getenv("GGML_DFLASH_DRAFT_OPS");
+    return value != NULL && strcmp(value, mode) == 0;
 }
 
 // The CPU backend's functions, by ggml_backend_reg_get_proc_address(): "ggml_dflash_conv", "ggml_dflash_lattice". Null where

@@ -6,20 +6,18 @@
 #include "ggml-dflash.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 namespace {
 
-enum class dflash_mode { nodes, composite, base };
+// GGML_DFLASH_DRAFT_OPS
+bool dflash_leave_to_base() {
+    static const bool mode = ggml_dflash_draft_ops_is("0");
+    return mode;
+}
 
-dflash_mode dflash_draft_ops_mode() {
-    static const dflash_mode mode = [] {
-        const char * value = getenv("GGML_DFLASH_DRAFT_OPS");
-        const std::string name = value ? value : "";
-        return name == "0" ? dflash_mode::base : name == "composite" ? dflash_mode::composite : dflash_mode::nodes;
-    }();
+bool dflash_no_nodes() {
+    static const bool mode = dflash_leave_to_base() || ggml_dflash_draft_ops_is("composite");
     return mode;
 }
 
@@ -57,7 +55,7 @@ bool dflash_has_kernel(ggml_backend_dev_t dev, const ggml_tensor * node) {
 // node there.
 ggml_tensor * dflash_node(ggml_context * ctx, int64_t ne0, int64_t ne1, std::initializer_list<ggml_tensor *> src, ggml_dflash_tag tag, ggml_backend_dev_t dev) {
     const char * name = tag.kind == GGML_DFLASH_CONV ? "ggml_dflash_conv" : "ggml_dflash_lattice";
-    if (dflash_draft_ops_mode() != dflash_mode::nodes || !dflash_cpu_device()) {
+    if (dflash_no_nodes() || !dflash_cpu_device()) {
         return nullptr;
     }
     auto fun = (ggml_dflash_function) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dflash_cpu_device()), name);
@@ -67,8 +65,7 @@ ggml_tensor * dflash_node(ggml_context * ctx, int64_t ne0, int64_t ne1, std::ini
     ggml_tensor * args[GGML_MAX_SRC];
     std::copy(src.begin(), src.end(), args);
     ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_F32, ne0, ne1, 1, 1, args, (int) src.size(), fun, GGML_N_TASKS_MAX, nullptr);
-    tag.magic = GGML_DFLASH_MAGIC;
-    memcpy((char *) node->op_params + GGML_DFLASH_TAG_AT, &tag, sizeof(tag));
+    ggml_dflash_set_tag(node, tag);
     return dflash_has_kernel(dev, node) ? node : nullptr;
 }
 
@@ -164,7 +161,7 @@ bool dflash_has_added(const ggml_tensor * cur, const ggml_tensor * residual) {
 }
 
 bool dflash_build_head(llm_graph_context & g, const llama_model & model, ggml_tensor * hidden, ggml_tensor * output, ggml_tensor * output_s, ggml_tensor * tokens) {
-    if (!model.dflash_selector_hidden || !tokens || dflash_draft_ops_mode() == dflash_mode::base) {
+    if (!model.dflash_selector_hidden || !tokens || dflash_leave_to_base()) {
         return false;
     }
     ggml_context * ctx = g.ctx0;

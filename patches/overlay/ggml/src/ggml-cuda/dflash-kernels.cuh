@@ -492,12 +492,22 @@ static __device__ __forceinline__ void dflash_select(const dflash_key (&keys)[DF
     __syncthreads();
 }
 
-// Part blockIdx.x % n_parts of row blockIdx.x / n_parts. With one part the ids are the result, else the keys are parts'.
-static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_part(const float * __restrict__ src,
-                                                                                 dflash_key * __restrict__ parts,
-                                                                                 int32_t * __restrict__ dst,
-                                                                                 const int n_columns, const int n_parts,
-                                                                                 const int length, const int k) {
+static __device__ __forceinline__ dflash_key dflash_key_at(const float * row, const int at) {
+    return dflash_make_key(row[at], at);
+}
+
+static __device__ __forceinline__ dflash_key dflash_key_at(const dflash_key * row, const int at) {
+    return row[at];
+}
+
+// Part blockIdx.x % n_parts of row blockIdx.x / n_parts, of values or of keys. With one part the ids are the result,
+// else the keys are parts', which a second launch goes through as rows of one part.
+template <typename source_t>
+static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k(const source_t * __restrict__ src,
+                                                                            dflash_key * __restrict__ parts,
+                                                                            int32_t * __restrict__ dst,
+                                                                            const int n_columns, const int n_parts,
+                                                                            const int length, const int k) {
     DFLASH_SHARED(dflash_key, best, DFLASH_TOP_K_MAX_K);
     DFLASH_SHARED(dflash_key, found, DFLASH_TOP_K_TILE + DFLASH_TOP_K_MAX_K);
     DFLASH_SHARED(dflash_key, bound, DFLASH_TOP_K_WARPS);
@@ -511,16 +521,16 @@ static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_part
         best[thread] = 0;
     }
 
-    const float * row   = src + (int64_t) (blockIdx.x / n_parts) * n_columns;
-    const int     begin = blockIdx.x % n_parts * length;
-    const int     end   = n_columns - begin < length ? n_columns : begin + length;
+    const source_t * row = src + (int64_t) (blockIdx.x / n_parts) * n_columns;
+    const int begin = blockIdx.x % n_parts * length;
+    const int end   = n_columns - begin < length ? n_columns : begin + length;
     for (int tile = begin; tile < end; tile += DFLASH_TOP_K_TILE) {
         dflash_key keys[DFLASH_TOP_K_ITEMS];
 #pragma unroll
         for (int i = 0; i < DFLASH_TOP_K_ITEMS; ++i) {
             const int left = end - tile;
             const int at   = i * DFLASH_TOP_K_THREADS + thread;
-            keys[i] = at < left ? dflash_make_key(row[tile + at], tile + at) : 0;
+            keys[i] = at < left ? dflash_key_at(row, tile + at) : 0;
         }
         dflash_select(keys, k, best, found, bound, n_found);
     }
@@ -531,38 +541,6 @@ static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_part
         } else {
             parts[at] = best[thread];
         }
-    }
-}
-
-// The k best of a row's n keys, one thread block a row.
-static __global__ void __launch_bounds__(DFLASH_TOP_K_THREADS) dflash_top_k_merge(const dflash_key * __restrict__ parts,
-                                                                                  int32_t * __restrict__ dst,
-                                                                                  const int n, const int k) {
-    DFLASH_SHARED(dflash_key, best, DFLASH_TOP_K_MAX_K);
-    DFLASH_SHARED(dflash_key, found, DFLASH_TOP_K_TILE + DFLASH_TOP_K_MAX_K);
-    DFLASH_SHARED(dflash_key, bound, DFLASH_TOP_K_WARPS);
-    DFLASH_SHARED(int, n_found, 1);
-
-    ggml_cuda_pdl_lc();
-    ggml_cuda_pdl_sync();
-
-    const int thread = threadIdx.x;
-    if (thread < k) {
-        best[thread] = 0;
-    }
-
-    const dflash_key * row = parts + (int64_t) blockIdx.x * n;
-    for (int tile = 0; tile < n; tile += DFLASH_TOP_K_TILE) {
-        dflash_key keys[DFLASH_TOP_K_ITEMS];
-#pragma unroll
-        for (int i = 0; i < DFLASH_TOP_K_ITEMS; ++i) {
-            const int at = tile + i * DFLASH_TOP_K_THREADS + thread;
-            keys[i] = at < n ? row[at] : 0;
-        }
-        dflash_select(keys, k, best, found, bound, n_found);
-    }
-    if (thread < k) {
-        dst[(int64_t) blockIdx.x * k + thread] = dflash_key_id(best[thread]);
     }
 }
 

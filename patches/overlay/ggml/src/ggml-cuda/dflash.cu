@@ -9,8 +9,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstdlib>
-#include <cstring>
 
 static_assert(DFLASH_LATTICE_MAX_K == GGML_DFLASH_MAX_TOP_K, "the lattice kernel's k");
 static_assert(sizeof(dflash_row_q8_0) == sizeof(block_q8_0), "layout of Q8_0");
@@ -175,10 +173,7 @@ void ggml_cuda_dflash(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
 
 bool ggml_cuda_dflash_top_k(ggml_backend_cuda_context & ctx, const float * src, int32_t * dst, const int64_t n_columns,
                             const int64_t n_rows, const int64_t k) {
-    static const bool enabled = [] {
-        const char * value = getenv("GGML_DFLASH_DRAFT_OPS");
-        return value == nullptr || strcmp(value, "0") != 0;
-    }();
+    static const bool enabled = !ggml_dflash_draft_ops_is("0");
     if (!enabled || k < 1 || k > DFLASH_TOP_K_MAX_K || n_columns <= DFLASH_TOP_K_MIN_COLUMNS ||
         n_columns > INT_MAX - DFLASH_TOP_K_TILE || n_rows < 1) {
         return false;
@@ -196,11 +191,13 @@ bool ggml_cuda_dflash_top_k(ggml_backend_cuda_context & ctx, const float * src, 
         parts.alloc(n_rows * n_parts * k);
     }
     const ggml_cuda_kernel_launch_params launch(dim3((unsigned) (n_rows * n_parts), 1, 1), threads, (size_t) 0, stream);
-    ggml_cuda_kernel_launch(dflash_top_k_part, launch, src, parts.ptr, dst, (int) n_columns, divided.n_parts,
+    ggml_cuda_kernel_launch(dflash_top_k<float>, launch, src, parts.ptr, dst, (int) n_columns, divided.n_parts,
                             divided.length, (int) k);
     if (n_parts > 1) {
         const ggml_cuda_kernel_launch_params merge(dim3((unsigned) n_rows, 1, 1), threads, (size_t) 0, stream);
-        ggml_cuda_kernel_launch(dflash_top_k_merge, merge, (const dflash_key *) parts.ptr, dst, (int) (n_parts * k), (int) k);
+        const int n_keys = (int) (n_parts * k);
+        ggml_cuda_kernel_launch(dflash_top_k<dflash_key>, merge, (const dflash_key *) parts.ptr, (dflash_key *) nullptr, dst,
+                                n_keys, 1, n_keys, (int) k);
     }
     return true;
 }

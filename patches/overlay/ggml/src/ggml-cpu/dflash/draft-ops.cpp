@@ -266,10 +266,7 @@ void * ggml_dflash_proc_address(const char * name) {
 }
 
 bool ggml_dflash_top_k(const ggml_compute_params * params, ggml_tensor * dst) {
-    static const bool on = [] {
-        const char * value = getenv("GGML_DFLASH_DRAFT_OPS");
-        return value == nullptr || strcmp(value, "0") != 0;
-    }();
+    static const bool on = !ggml_dflash_draft_ops_is("0");
     const ggml_tensor * src    = dst->src[0];
     const int64_t       n_rows = ggml_nrows(src), n = src->ne[0];
     const int           k      = (int) dst->ne[0];
