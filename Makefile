@@ -72,7 +72,7 @@ stock: $(VENV)/.installed ## the unpatched llama.cpp with the same flags, in bui
 
 # ---- use and test --------------------------------------------------------------------------------
 
-.PHONY: demo test test-all test-gpu cuda-check
+.PHONY: demo test test-all test-gpu cuda-check hip-check
 demo: build stock $(VENV)/.demo ## convert the demo draft, run it with a real target, compare speed and tokens
 	@$(VENV)/bin/dflash-cpp demo
 
@@ -88,6 +88,9 @@ test-gpu: build.cuda $(VENV)/.test ## tests that need a CUDA device
 cuda-check: ## compile the CUDA kernels for every architecture; needs nvcc, but no device (docs/cuda.md)
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) patches/cuda_check.py $(ARGS)
 
+hip-check: ## the same for AMD; needs a clang with HIP's headers, but no device
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) patches/hip_check.py $(ARGS)
+
 .PHONY: avx2-check neon-check
 avx2-check: $(VENV)/.test ## CPU kernels for AVX2, built apart and tested; ARGS as for `make test`
 	@$(PY) tests/native/variants.py avx2 $(ARGS)
@@ -95,6 +98,11 @@ avx2-check: $(VENV)/.test ## CPU kernels for AVX2, built apart and tested; ARGS 
 neon-check: $(VENV)/.test ## CPU kernels for ARM, with a cross compiler and an emulator
 	@$(PY) tests/native/variants.py neon $(ARGS)
 	@$(PY) tests/native/variants.py neon-dotprod $(ARGS)
+
+.PHONY: sanitize
+sanitize: build stock $(VENV)/.test ## everything with sanitizers and the tests of our code in it (long)
+	@$(PY) tests/sanitize.py address
+	@$(PY) tests/sanitize.py thread
 
 # ---- patch set -----------------------------------------------------------------------------------
 

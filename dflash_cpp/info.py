@@ -17,6 +17,8 @@ from . import __version__, _libs
 
 PROGRAMS = ("llama-server", "llama-cli", "llama-quantize", "llama-bench")
 
+BIN_PATH_VARIABLE = "DFLASH_BIN_PATH"
+
 # enum ggml_backend_dev_type
 _DEVICE_KINDS = ("CPU", "GPU", "iGPU", "accelerator")
 
@@ -34,9 +36,14 @@ class Device:
 
 
 def program_path(name: str) -> Path:
-    """Return where the built program `name` is, or should be."""
+    """Return where the built program `name` is, or should be.
+
+    In the folder DFLASH_BIN_PATH, else in `bin` of the package.
+    """
     suffix = ".exe" if os.name == "nt" else ""
-    return Path(__file__).parent / "bin" / f"{name}{suffix}"
+    chosen = os.environ.get(BIN_PATH_VARIABLE)
+    folder = Path(chosen).expanduser().absolute() if chosen else Path(__file__).parent / "bin"
+    return folder / f"{name}{suffix}"
 
 
 def devices() -> list[Device]:

@@ -235,7 +235,13 @@ def kernel_name(mangled: str) -> str:
         return mangled
     length = int(found[1])
     name, rest = found[2][:length], found[2][length:]
-    types = {"If": "float", "I6__half": "half", "I13__nv_bfloat16": "bfloat16", "Iy": "key"}
+    types = {
+        "If": "float",
+        "I6__half": "half",
+        "I13__nv_bfloat16": "bfloat16",
+        "I14__hip_bfloat16": "bfloat16",
+        "Iy": "key",
+    }
     argument = next((text for code, text in types.items() if rest.startswith(code)), None)
     return f"{name}<{argument}>" if argument else name
 
