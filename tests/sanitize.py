@@ -25,7 +25,7 @@ SKIPPED = 77  # no exit code of pytest
 NATIVE = "tests/native"
 PYTHON = [
     f"tests/runtime/test_{name}.py"
-    for name in [
+    for name in (
         "adaptive",
         "bigram",
         "capi",
@@ -37,9 +37,9 @@ PYTHON = [
         "llama",
         "llama_concurrency",
         "rejection",
-    ]
+    )
 ]
-SERVER = [f"tests/server/test_{name}.py" for name in ["chat", "http", "mixed", "start", "verify"]]
+SERVER = [f"tests/server/test_{name}.py" for name in ("chat", "http", "mixed", "start", "verify")]
 
 
 class Kind(NamedTuple):
