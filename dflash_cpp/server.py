@@ -39,7 +39,10 @@ _POLL_SECONDS = 0.05
 _LOG_TAIL = 12
 # llama.cpp logs one line at error level and says in it that it means nothing
 _HARMLESS = "this warning is normal"
-_ERROR_LINE = re.compile(r"^(?:[\d.]+ )?E |error", re.IGNORECASE)
+# a log line of that level, an assertion (`file.cpp:12: what`), whatever calls itself an error
+_ERROR_LINE = re.compile(
+    r"^(?:[\d.]+ )?E |^[\w./-]+\.(?:c|cpp|cu|cuh|h):\d+: |error", re.IGNORECASE
+)
 
 # the address is this machine's: a proxy from the environment has no business in between
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -119,12 +119,18 @@ def configure_options(kind: str) -> list[str]:
     ]
 
 
+def default_options() -> list[str]:
+    """Lines of CMakeLists.txt with defaults: they act only where the cache has no value yet."""
+    lines = (ROOT / "CMakeLists.txt").read_text().splitlines()
+    return [line.strip() for line in lines if line.startswith("dflash_default(")]
+
+
 def build(kind: str, cmake: str) -> None:
     """Configures when the options changed, builds, and installs all but the stock build."""
     folder = ROOT / "build" / kind
     options = configure_options(kind)
     record = folder / RECORD
-    wanted = "\n".join(options) + "\n"
+    wanted = "\n".join([*options, *default_options()]) + "\n"
     configured = record.is_file() and record.read_text() == wanted
     if not configured or not _can_build(folder):
         # Options of an earlier run would live on in the cache.

@@ -49,6 +49,7 @@ class Fake:
         self.root, self.log, self.bin = folder / "checkout", folder / "log", folder / "bin"
         self.root.mkdir()
         self.bin.mkdir()
+        (self.root / "CMakeLists.txt").write_text("dflash_default(GGML_RPC OFF)\n")
         self.program("cmake", self.cmake_text())
         for name in ("c++", "ninja"):
             self.program(name, "#!/bin/sh\n")
@@ -132,6 +133,17 @@ def test_changed_options_configure_afresh(fake, monkeypatch):
     first = fake.calls()[0]
     assert first.endswith("-DGGML_VULKAN=ON -DNAME=two words")
     assert cache.read_text() == ""  # nothing of the earlier options is left
+
+
+def test_changed_defaults_configure_afresh(fake):
+    """A default acts only where the cache has no value, which the last build has left there."""
+    native.main(["release"])
+    assert len(fake.calls()) == 3
+    (fake.root / "CMakeLists.txt").write_text("dflash_default(GGML_RPC ON)\n")
+    native.main(["release"])
+    assert len(fake.calls()) == 3
+    native.main(["release"])
+    assert len(fake.calls()) == 2
 
 
 def test_failed_configuration_is_tried_again(fake, monkeypatch, capsys):

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from bigram import Bigram
 
+from dflash_convert.errors import DFlashError
 from dflash_cpp.server import LlamaServer, free_port
 
 pytestmark = pytest.mark.native
@@ -67,6 +68,8 @@ PLACES = {
     "target": ("-ngl", 99, "--device", "RPC0,RPC1", "-ngld", 0),
     "draft": ("-ngl", 0, "-ngld", 99, "-devd", "RPC1"),
     "both": ("-ngl", 99, "--device", "RPC0,RPC1", "-ngld", 99, "-devd", "RPC0"),
+    "apart": ("-ngl", 99, "--device", "RPC0", "-ngld", 99, "-devd", "RPC1"),
+    "draft at home": ("-ngl", 99, "--device", "RPC0,RPC1", "-devd", "none"),
     "a part of both": ("-ngl", 3, "--device", "RPC0,RPC1", "-ngld", 1, "-devd", "RPC1"),
 }
 
@@ -74,9 +77,9 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("arch", ["llama", "qwen35"])
 def test_the_same_tokens(
-    bigram: Callable[..., Bigram], start: Any, rpc: Any, arch: str, place: tuple[Any, ...]
+    bigram: Callable[..., Bigram], rpc: Any, start: Any, arch: str, place: tuple[Any, ...]
 ) -> None:
-    pair = bigram(arch)
+    pair = bigram(arch, drift=0.28 if arch == "llama" else 0.15)
     expected = complete(start(pair.target, None))
     near = complete(start(pair.target, pair.draft, *N_MAX))
     addresses = ",".join(address for address, _ in rpc)
@@ -90,7 +93,7 @@ def test_the_same_tokens(
 
 @pytest.mark.parametrize("place", [PLACES["target"], PLACES["draft"]], ids=["target", "draft"])
 def test_a_server_that_dies(
-    bigram: Callable[..., Bigram], start: Any, rpc: Any, place: tuple[Any, ...]
+    bigram: Callable[..., Bigram], rpc: Any, start: Any, place: tuple[Any, ...]
 ) -> None:
     """llama.cpp ends the process then; what must not happen is a request that waits for ever."""
     pair = bigram("llama")
@@ -108,9 +111,17 @@ def test_a_server_that_dies(
     assert "RPC server" in server.log.read_text()
 
 
-def test_nobody_there_is_a_sentence(bigram: Callable[..., Bigram], start: Any) -> None:
-    from dflash_convert.errors import DFlashError
-
+def test_nobody_there(bigram: Callable[..., Bigram], start: Any) -> None:
     pair = bigram("llama")
-    with pytest.raises(DFlashError, match="RPC"):
+    with pytest.raises(DFlashError, match="Failed to connect"):
         start(pair.target, pair.draft, "--rpc", f"127.0.0.1:{free_port()}", "-ngl", 99)
+
+
+def test_a_head_in_pieces_is_a_sentence(
+    bigram: Callable[..., Bigram], rpc: Any, start: Any
+) -> None:
+    pair = bigram("llama")
+    addresses = ",".join(address for address, _ in rpc)
+    options = ("--rpc", addresses, "-ngl", 99, "--device", "RPC0,RPC1", "-sm", "tensor")
+    with pytest.raises(DFlashError, match=r"cannot share an output head.*--split-mode layer"):
+        start(pair.target, pair.draft, *options, "-ngld", 99)

@@ -42,6 +42,9 @@ bool dflash_has_kernel(ggml_backend_dev_t dev, const ggml_tensor * node) {
         return false;
     }
     if (dev != dflash_cpu_device()) {
+        if (ggml_backend_dev_backend_reg(dev) == nullptr) {
+            return false; // several devices behind one (--split-mode tensor)
+        }
         const std::string reg = ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev));
         const bool        gpu = ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_GPU || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_IGPU;
         if (!gpu || (reg != "CUDA" && reg != "ROCm" && reg != "MUSA")) {
