@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import time
@@ -89,6 +90,26 @@ def test_the_same_tokens(
     assert found["tokens"] == expected["tokens"]
     # the composite graph on a remote device proposes what the native one does
     assert found["timings"]["draft_n_accepted"] == near["timings"]["draft_n_accepted"] > 10
+
+
+def test_the_memory_plan_counts_the_draft(
+    bigram: Callable[..., Bigram], rpc: Any, start: Any
+) -> None:
+    pair = bigram("llama")
+    addresses = ",".join(address for address, _ in rpc)
+    options = ("--rpc", addresses, "-ngl", 99, "-lv", 5)
+
+    def planned(draft: Path | None, *more: Any) -> int:
+        server = start(pair.target, draft, *options, *more)
+        server.close()  # an rpc server serves one client at a time
+        log = server.log.read_text()
+        assert "fitting without it" not in log
+        found = re.search(r"projected to use (\d+) MiB of device memory", log)
+        assert found
+        return int(found[1])
+
+    size = pair.draft.stat().st_size >> 20
+    assert planned(pair.draft, "-ngld", 99) >= planned(None) + size > 3
 
 
 @pytest.mark.parametrize("place", [PLACES["target"], PLACES["draft"]], ids=["target", "draft"])

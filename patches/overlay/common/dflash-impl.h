@@ -6,21 +6,12 @@
 #include "dflash-check.h"
 #include "dflash-draft.h"
 #include "dflash-error.h"
+#include "dflash-fit.h"
 #include "dflash-slot.h"
 
 // drafts of the first generation have no selector: their logits are sampled on the device, which the base does well
 inline bool dflash_speculative_applies(const common_params_speculative & params) {
     return params.draft.ctx_dft && llama_model_dflash_selector_top_k(llama_get_model(params.draft.ctx_dft)) > 0;
-}
-
-// A draft pass is one block per sequence, and features can come in small portions: a micro-batch of the target's size would
-// reserve memory for the logits of all its rows.
-inline void dflash_context_params(llama_context_params & cparams, const llama_model * model) {
-    if (llama_model_dflash_selector_top_k(model) > 0) {
-        const uint32_t n = dflash_micro_batch(dflash_block_size(model), std::max<uint32_t>(1, cparams.n_seq_max));
-        cparams.n_ubatch = n;
-        cparams.n_batch  = n;
-    }
 }
 
 struct dflash_speculative_impl : public common_speculative_impl {
