@@ -293,6 +293,13 @@ def soak(minutes: float, slots: int, seed: int, options: Sequence[str]) -> int:
                 wrong += faults(requests, *answers, plain.url)
                 sent.update(request.kind for request in requests)
                 sizes.append(memory_mib(drafting.pid))
+                left = max(0.0, end - time.monotonic()) / 60
+                print(
+                    f"{left:5.1f} minutes left, {sum(sent.values())} requests, {len(wrong)} faults,"
+                    f" {sizes[-1]:.0f} MiB",
+                    file=sys.stderr,
+                    flush=True,
+                )
         for fault in wrong:
             print(fault)
         print(f"{sum(sent.values())} requests in {len(sizes)} rounds: {dict(sent)}")
