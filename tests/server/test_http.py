@@ -247,3 +247,26 @@ def test_a_server_that_dies_is_a_sentence(random_pair: tiny.Pair, start: Any) ->
     server._process.wait()
     with pytest.raises(FailureError, match="llama-server was killed by signal 9"):
         ask(server, [1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_the_context_shifts(bigram: Callable[..., Bigram], start: Any, arch: str) -> None:
+    """All layers of this draft are windowed, so its cache of full attention has none to shift."""
+    pair = bigram(arch, drift=0.28)
+    options = ("-c", 128, "--context-shift")
+    body = {
+        "prompt": [40, 41, 42, 60] * 8,
+        "n_predict": 300,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_tokens": True,
+    }
+    answers = []
+    for draft in (None, pair.draft):
+        server = start(pair.target, draft, *options)
+        answers.append(server.post("/completion", body))
+    plain, drafting = answers
+    assert drafting["truncated"]
+    assert len(plain["tokens"]) == 300
+    assert drafting["tokens"] == plain["tokens"]
+    assert 0 < drafting["timings"]["draft_n_accepted"] < drafting["timings"]["draft_n"]
