@@ -23,7 +23,7 @@ from llama_cpp import _internals  # noqa: E402
 
 __all__ = ["TargetMemory", "llama_cpp"]
 
-# Its table numbers the levels as ggml once did: warnings passed for errors, which verbose=False shows.
+# Its table numbers the levels as ggml once did: warnings pass for errors, which are always shown.
 llama_cpp._logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL[3] = logging.WARNING
 
 if TYPE_CHECKING:
