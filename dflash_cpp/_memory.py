@@ -6,6 +6,7 @@ in `n_past`. Everything that changes one of them passes through `TargetMemory`.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ import llama_cpp  # noqa: E402
 from llama_cpp import _internals  # noqa: E402
 
 __all__ = ["TargetMemory", "llama_cpp"]
+
+# Its table numbers the levels as ggml once did: warnings pass for errors, which are always shown.
+llama_cpp._logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL[3] = logging.WARNING
 
 if TYPE_CHECKING:
     from llama_cpp.llama import LlamaState

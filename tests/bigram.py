@@ -136,6 +136,7 @@ def make_bigram(
         "target_layer_ids": target_layer_ids,
         "mask_token_id": vocab.mask,
         "sliding_window": 64,
+        **tiny.output_options(spec),
     } | draft
     config = draft_config(dtype="f32", **options)
     random = draft_tensors(config, seed=seed)
@@ -164,6 +165,7 @@ def _target(
     embd[:, TOKEN] = 1.0
     embd[mask] = 0.0
     embd[mask, MASK] = 1.0
+    embd /= np.float32(spec.embedding_scale)
     head = np.zeros_like(embd)
     head[np.roll(cycle, -1), CLASS + np.arange(N_CLASSES)] = 4.0
     head[cycle, WINDOW + np.arange(N_CLASSES)] = 1.0
@@ -174,7 +176,9 @@ def _target(
             tensors[name] = np.ones_like(values)
         elif "attn_output" in name or "ssm_out" in name:
             moved = np.zeros_like(values)
-            moved[DRIFT : DRIFT + N_CLASSES] = _FAINT * drift * values[:N_CLASSES]
+            # where a norm follows, that one makes it faint
+            faint = 1.0 if spec.arch == "gemma4" else _FAINT * drift
+            moved[DRIFT : DRIFT + N_CLASSES] = faint * values[:N_CLASSES]
             tensors[name] = moved
         elif "attn_v" in name or "attn_qkv" in name:
             # only differences between classes count, or the same class would be favoured everywhere
@@ -190,6 +194,12 @@ def _target(
         tensors[f"blk.{i}.ffn_gate.weight"][0, TOKEN] = 1.0 / scale
         tensors[f"blk.{i}.ffn_up.weight"][0, TOKEN] = 1.0 / scale
         tensors[f"blk.{i}.ffn_down.weight"][FLAG + i, 0] = 1.0 + np.exp(-1.0)  # 1 / silu(1)
+        if spec.arch == "gemma4":
+            # of length one per value, what attention adds is some five times that of `llama`
+            tensors[f"blk.{i}.post_attention_norm.weight"][:] = 0.2 * _FAINT * drift
+            # the one value that is not zero comes out as the root of the size
+            tensors[f"blk.{i}.post_ffw_norm.weight"][:] = 1.0 / np.sqrt(spec.n_embd)
+            tensors[f"blk.{i}.layer_output_scale.weight"][:] = 1.0
     return tensors
 
 

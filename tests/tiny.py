@@ -1,7 +1,7 @@
 """Tiny targets with random weights, written as GGUF, and drafts that fit them; no download.
 
-Architectures: `llama`, `qwen3` and the hybrid `qwen35` (gated-delta-net layers beside attention,
-    M-RoPE).
+Architectures: `llama`, `qwen3`, the hybrid `qwen35` (gated-delta-net layers beside attention,
+    M-RoPE) and `gemma4` (soft-capped logits, scaled embedding, windowed layers beside full ones).
 Weights are scaled so that greedy text depends on the context and does not settle on one token.
 """
 
@@ -20,7 +20,7 @@ from tiny_vocab import Vocab, make_vocab
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ARCHS = ("llama", "qwen3", "qwen35")
+ARCHS = ("llama", "qwen3", "qwen35", "gemma4")
 
 _FILE_TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -31,7 +31,7 @@ _FILE_TYPES = {
 DTYPES = tuple(_FILE_TYPES)
 
 # llama.cpp's pre-tokenizer for each architecture
-_PRE = {"llama": "smollm", "qwen3": "qwen2", "qwen35": "qwen35"}
+_PRE = {"llama": "smollm", "qwen3": "qwen2", "qwen35": "qwen35", "gemma4": "smollm"}
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,16 @@ class TargetSpec:
     rms_eps: float = 1e-6
     tied: bool = False  # head = embedding
     stops: bool = False  # may the text reach an end-of-generation token?
-    # qwen35: layer i is attention when (i + 1) % interval == 0, else gated delta net
+    # qwen35: layer i is attention when (i + 1) % interval == 0, else gated delta net; gemma4: layer
+    # i sees everything then, else a window
     interval: int = 2
     ssm_conv: int = 4
     ssm_state: int = 32
     ssm_k_heads: int = 2
     ssm_v_heads: int = 4
+    # gemma4: logits are softcap * tanh(logits / softcap)
+    softcap: float = 15.0
+    window: int = 48
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
@@ -73,6 +77,11 @@ class TargetSpec:
     def n_rot(self) -> int:
         """Rotated values per head: qwen35 rotates a quarter."""
         return self.head_dim // 4 if self.arch == "qwen35" else self.head_dim
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the target multiplies its embedding with."""
+        return float(np.sqrt(self.n_embd)) if self.arch == "gemma4" else 1.0
 
     def make_vocab(self) -> Vocab:
         return make_vocab(self.n_vocab, kind=self.vocab, pre=_PRE[self.arch])
@@ -142,7 +151,7 @@ def make_pair(
 
 def draft_options(spec: TargetSpec) -> dict[str, Any]:
     """Arguments of `make_draft_checkpoint` for a small draft that fits a target of this shape."""
-    return {
+    return output_options(spec) | {
         "hidden": spec.n_embd,
         "vocab": spec.n_vocab,
         "layers": 2,
@@ -152,6 +161,13 @@ def draft_options(spec: TargetSpec) -> dict[str, Any]:
         "layer_types": ("sliding_attention", "full_attention"),
         "sliding_window": 64,
     }
+
+
+def output_options(spec: TargetSpec) -> dict[str, Any]:
+    """What a draft's config says about the embedding and the head that it borrows."""
+    if spec.arch != "gemma4":
+        return {}
+    return {"softcap": spec.softcap, "embedding_scale": spec.embedding_scale}
 
 
 def convert_draft(
@@ -176,7 +192,7 @@ def random_tensors(spec: TargetSpec, seed: int) -> Iterator[tuple[str, np.ndarra
         return (centre * rng.uniform(0.7, 1.3, n)).astype(np.float32)
 
     embd = rng.standard_normal((spec.n_vocab, spec.n_embd), np.float32)
-    yield "token_embd.weight", embd * np.float32(0.25 if spec.tied else 1.0)
+    yield "token_embd.weight", embd * np.float32((0.25 if spec.tied else 1) / spec.embedding_scale)
     yield "output_norm.weight", norm(spec.n_embd)
     if not spec.tied:
         head = matrix(spec.n_vocab, spec.n_embd, gain=3.0)
@@ -188,6 +204,10 @@ def random_tensors(spec: TargetSpec, seed: int) -> Iterator[tuple[str, np.ndarra
             silent[list(vocab.eog_ids)] = False
         head[silent] = 0.0
         yield "output.weight", head
+    if spec.arch == "gemma4":  # full layers rotate the first quarter only
+        factors = np.full(spec.head_dim // 2, 1e30, np.float32)
+        factors[: spec.head_dim // 8] = 1.0
+        yield "rope_freqs.weight", factors
 
     for i in range(spec.n_layer):
         blk = f"blk.{i}."
@@ -200,6 +220,10 @@ def random_tensors(spec: TargetSpec, seed: int) -> Iterator[tuple[str, np.ndarra
         yield blk + "ffn_gate.weight", matrix(spec.n_ff, spec.n_embd)
         yield blk + "ffn_up.weight", matrix(spec.n_ff, spec.n_embd)
         yield blk + "ffn_down.weight", matrix(spec.n_embd, spec.n_ff, gain=2.0)
+        if spec.arch == "gemma4":
+            yield blk + "post_attention_norm.weight", norm(spec.n_embd)
+            yield blk + "post_ffw_norm.weight", norm(spec.n_embd)
+            yield blk + "layer_output_scale.weight", norm(1)
 
 
 def _attention(
@@ -215,8 +239,10 @@ def _attention(
     yield "attn_v.weight", matrix(n_kv, spec.n_embd)
     yield "attn_output.weight", matrix(spec.n_embd, n_q, gain=2.0)
     if has_qk_norm:
-        yield "attn_q_norm.weight", norm(spec.head_dim, 1.8)
-        yield "attn_k_norm.weight", norm(spec.head_dim, 1.8)
+        # gemma4 does not divide by the root of the head's size
+        centre = 1.8 * spec.head_dim**-0.25 if spec.arch == "gemma4" else 1.8
+        yield "attn_q_norm.weight", norm(spec.head_dim, centre)
+        yield "attn_k_norm.weight", norm(spec.head_dim, centre)
 
 
 def _delta_net(
@@ -275,6 +301,14 @@ def write_target(
         writer.add_ssm_time_step_rank(spec.ssm_v_heads)
         writer.add_ssm_inner_size(spec.ssm_v_heads * spec.ssm_state)
         writer.add_uint32("qwen35.full_attention_interval", spec.interval)
+    if spec.arch == "gemma4":
+        pattern = [(i + 1) % spec.interval != 0 for i in range(spec.n_layer)]
+        writer.add_array("gemma4.attention.sliding_window_pattern", pattern)
+        writer.add_uint32("gemma4.attention.sliding_window", spec.window)
+        writer.add_uint32("gemma4.attention.key_length_swa", spec.head_dim)
+        writer.add_uint32("gemma4.attention.value_length_swa", spec.head_dim)
+        writer.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+        writer.add_float32("gemma4.final_logit_softcapping", spec.softcap)
     spec.make_vocab().write(writer)
     for name, values in tensors.items():
         keep = values.ndim == 1 or "conv1d" in name or qtype == gguf.GGMLQuantizationType.F32

@@ -18,7 +18,7 @@ from dflash_cpp import _libs
 T = TypeVar("T")
 
 # strength of the drift: most drafts are accepted, yet the text depends on the whole context
-DRIFT = {"llama": 0.25, "qwen3": 0.25, "qwen35": 0.15}
+DRIFT = {"llama": 0.25, "qwen3": 0.25, "qwen35": 0.15, "gemma4": 0.25}
 ARCHS = tuple(DRIFT)
 
 PROMPT = list(range(20, 80))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
-from bigram import Bigram
+from bigram import Bigram, make_bigram
 
 from dflash_convert.errors import FailureError, run_cli
 
@@ -64,7 +64,7 @@ def test_conditions_and_slots(bin_dir: Path, noisy_bigram: Callable[[str], Bigra
     assert all(sum(p.stats["draft_n_accepted"] for p in r.report.prompts) for r in result.runs)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen35"])
+@pytest.mark.parametrize("arch", ["llama", "qwen35", "gemma4"])
 def test_honest_sampling_passes(random_pair: Callable[[str], tiny.Pair], arch: str) -> None:
     """42 tests, all together at alpha = 0.001."""
     result = compare(random_pair(arch), temps=[0.7, 1.5], greedy=False, samples=150)
@@ -94,6 +94,38 @@ def test_plain_texts_are_decoded_once_for_all_lengths(
     monkeypatch.setattr(parity, "greedy", greedy)
     compare(noisy_bigram("llama"), [Condition(1), Condition(3)])
     assert (calls.count(False), calls.count(True)) == (3, 6)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen35", "gemma4"])
+def test_quantised_memory(our_library: None, tmp_path: Path, arch: str) -> None:
+    """Types of keys and values that need heads of whole blocks, from the command line."""
+    pair = make_bigram(tmp_path, arch, wrong=0.3, drift=0.28, target_head_dim=64)
+    types = "q8_0,q4_0,q8_0/q4_0,f16/q8_0"
+    assert run(*arguments(pair, "--kv-type", types, "-q", "--out", tmp_path / "out")) == 0
+    document = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert document["verdict"] == "identical"
+    found = ["/".join(r["condition"]["kv_types"]) for r in document["runs"]]
+    assert found == ["Q8_0/Q8_0", "Q4_0/Q4_0", "Q8_0/Q4_0", "F16/Q8_0"]
+    for single in document["runs"]:
+        assert single["condition"]["flash_attn"] is True
+        accepted, drafted = (
+            sum(p["stats"][key] for p in single["prompts"])
+            for key in ("draft_n_accepted", "draft_n")
+        )
+        assert 0 < accepted < drafted
+
+
+def test_a_draft_that_does_not_know_the_cap(our_library: None, tmp_path: Path) -> None:
+    """The draft's logits are capped as its own file says, the text is the target's anyway."""
+    options: dict[str, Any] = {"wrong": 0.3, "drift": 0.28}
+    knows = make_bigram(tmp_path / "a", "gemma4", **options)
+    other = make_bigram(tmp_path / "b", "gemma4", **options, softcap=None)
+    assert knows.target.read_bytes() == other.target.read_bytes()
+    assert knows.draft.read_bytes() != other.draft.read_bytes()
+    for pair in (knows, other):
+        result = compare(pair)
+        assert result.verdict == "identical"
+        assert sum(p.stats["draft_n_accepted"] for p in result.runs[0].report.prompts) > 0
 
 
 # --- planted faults -------------------------------------------------------------------------------

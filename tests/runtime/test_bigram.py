@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("our_library")]
 
-ARCHS = ["llama", "qwen3", "qwen35"]
+ARCHS = ["llama", "qwen3", "qwen35", "gemma4"]
 # one more or less than the right layer, and the right layers in the wrong order
 WRONG_LAYERS = {"later": [2, 4], "earlier": [0, 2], "swapped": [3, 1]}
 FAULTS = [
@@ -27,7 +27,7 @@ FAULTS = [
 ]
 SILENT_FAULT = "dynamic taps swapped"
 # a hybrid target goes back by snapshots (7) or by a checkpoint and replay (0)
-ROLL_BACKS = [("llama", 0), ("qwen3", 0), ("qwen35", 0), ("qwen35", 7)]
+ROLL_BACKS = [("llama", 0), ("qwen3", 0), ("gemma4", 0), ("qwen35", 0), ("qwen35", 7)]
 
 
 def random_ids(n: int, seed: int = 0) -> list[int]:

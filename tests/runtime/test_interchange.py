@@ -26,6 +26,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "random llama": ("pair", {"arch": "llama"}),
     "random qwen3, causal, taps 3": ("pair", {"arch": "qwen3", "is_causal": True, "taps": 3}),
     "random qwen35": ("pair", {"arch": "qwen35"}),
+    "random gemma4": ("pair", {"arch": "gemma4"}),
     "random, soft cap and scales": (
         "pair",
         {"arch": "llama", "softcap": 9.0, "output_multiplier": 1.5, "embedding_scale": 2.0},
@@ -38,6 +39,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "bigram with mistakes": ("bigram", {"arch": "qwen3", "wrong": 0.2}),
     "context-dependent": ("bigram", {"arch": "llama", "drift": 0.28, "busy": True}),
     "context-dependent hybrid": ("bigram", {"arch": "qwen35", "drift": 0.15, "busy": True}),
+    "context-dependent, soft-capped": ("bigram", {"arch": "gemma4", "drift": 0.28, "busy": True}),
 }
 
 
@@ -195,8 +197,9 @@ def test_both_converters_write_the_same_model(arch: str, stock_draft: Callable) 
         ("llama", {"wrong": 0.2}),
         ("qwen3", {"drift": 0.28, "busy": True}),
         ("qwen35", {"drift": 0.15, "busy": True}),
+        ("gemma4", {"drift": 0.28, "busy": True}),
     ],
-    ids=["llama", "qwen3", "qwen35"],
+    ids=["llama", "qwen3", "qwen35", "gemma4"],
 )
 def test_both_servers_draft_alike(
     arch: str, options: dict[str, Any], make_bigram: Callable, bin_dir: Path, stock_bin_dir: Path

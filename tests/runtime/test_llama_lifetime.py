@@ -257,10 +257,19 @@ def test_plain_is_said_once(
     assert said == ["decoding plainly: speculate is False"]
 
 
-def test_silent(open_llama: Any, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arch", ["llama", "gemma4"])  # the base warns about windowed layers
+def test_silent(
+    open_llama: Any,
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    arch: str,
+) -> None:
     from dflash_cpp._memory import llama_cpp
 
-    llm = open_llama()
+    if arch != "llama":
+        files = make_files(tmp_path, arch)
+    llm = open_llama(model_path=files[0], draft_path=files[1])
     llm.create_completion("the fox", max_tokens=20)
     llm.create_completion("the fox", max_tokens=5, logit_bias={3: 1.0})
     llm.speculate = False

@@ -59,7 +59,7 @@ def compare(
     return n
 
 
-@pytest.mark.parametrize(("arch", "drift"), [("llama", 0.28), ("qwen35", 0.15)])
+@pytest.mark.parametrize(("arch", "drift"), [("llama", 0.28), ("qwen35", 0.15), ("gemma4", 0.28)])
 def test_a_sample(
     arch: str, drift: float, bigram: Callable[..., Bigram], start: Callable[..., LlamaServer]
 ) -> None:
@@ -68,7 +68,9 @@ def test_a_sample(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("arch", "drift"), [("llama", 0.28), ("qwen3", 0.28), ("qwen35", 0.15)])
+@pytest.mark.parametrize(
+    ("arch", "drift"), [("llama", 0.28), ("qwen3", 0.28), ("qwen35", 0.15), ("gemma4", 0.28)]
+)
 def test_fifty_thousand_tokens(
     arch: str, drift: float, bigram: Callable[..., Bigram], start: Callable[..., LlamaServer]
 ) -> None:
