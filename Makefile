@@ -88,6 +88,12 @@ test-gpu: build.cuda $(VENV)/.test ## tests that need a CUDA device
 cuda-check: ## compile the CUDA kernels for every architecture; needs nvcc, but no device (docs/cuda.md)
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) patches/cuda_check.py $(ARGS)
 
+.PHONY: base-tests
+base-tests: build stock $(VENV)/.test ## llama.cpp's own tests: the server's, then the native ones (hours; ARGS="--ops MUL_MAT")
+	@$(PY) -m pytest -m peer -s tests/base
+	@$(PY) patches/base_tests.py $(ARGS) \
+	  --model "$$($(PY) -c 'from dflash_cpp.demo_pair import find_target; print(find_target())')"
+
 .PHONY: avx2-check neon-check
 avx2-check: $(VENV)/.test ## CPU kernels for AVX2, built apart and tested; ARGS as for `make test`
 	@$(PY) tests/native/variants.py avx2 $(ARGS)
