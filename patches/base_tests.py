@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds llama.cpp's own native tests from the patched tree and runs them; `make base-tests`.
 
-    base_tests.py [--model FILE] [--only NAME]... [--ops OP,...] [--json]
+    base_tests.py [--model FILE] [--only NAME]... [--ops OP,...] [--json FILE]
 
 What fails is built and run from the unpatched base too: only what passes there counts as a failure
 of ours. Exit code: 0 nothing of ours fails, 1 something does, 2 bad usage, 130 interrupted.
@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import native
 
@@ -39,10 +40,10 @@ LEFT_OUT = {
     "test-download-model": "downloads a model; --model stands in",
     "test-quantize-perf": "measures time, checks nothing",
 }
-# Programs that the base builds without saying how to run them: name -> arguments. The first
-# compares the CPU backend, whose kernels are ours in part, with the base's reference
-# implementation; without -b it would leave the CPU out.
-UNLISTED = {OPS: ["test", "-b", "CPU"], "test-llama-archs": []}
+# Programs that the base builds without saying how to run them: name -> arguments. The last compares
+# the CPU backend, whose kernels are ours in part, with the base's reference implementation; without
+# -b it would leave the CPU out.
+UNLISTED = {"test-llama-archs": [], OPS: ["test", "-b", "CPU"]}
 
 # Tests whose program has another name.
 SHARED = {
@@ -90,7 +91,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=Path, help="GGUF for the tests that need one")
     parser.add_argument("--only", action="append", help="tests to run; default: all")
     parser.add_argument("--ops", help=f"ops for {OPS}; default: all")
-    parser.add_argument("--json", action="store_true", help="the results as JSON")
+    parser.add_argument("--json", type=Path, help="write the results there, too")
     options = parser.parse_args(arguments)
     return exit_code(lambda: run(options), "")
 
@@ -112,8 +113,9 @@ def run(options: argparse.Namespace) -> int:
     wanted = [test for test in listed if not options.only or test.name in options.only]
     results = run_tests(cmake, FOLDER, wanted, model, options.ops)
     compare(cmake, results, wanted, model)
-    rows = [asdict(result) for result in results]
-    print(json.dumps(rows, indent=1) if options.json else table(results))
+    print(table(results))
+    if options.json is not None:
+        write(options.json, [asdict(result) for result in results])
     ours = [result.name for result in results if result.outcome == "failed"]
     if ours:
         print(f"error: passes unpatched, but not patched: {', '.join(ours)}", file=sys.stderr)
@@ -133,15 +135,14 @@ def list_tests(cmake: str, folder: Path) -> list[BaseTest]:
     if done.returncode:
         raise PatchsetError(f"`{ctest}` could not list the base's tests: {done.stderr.strip()}")
     programs = folder / "bin"
-    tests = [
-        BaseTest(name, name, [str(programs / name), *rest], str(programs))
-        for name, rest in UNLISTED.items()
-    ]
+    tests = []
     for entry in json.loads(done.stdout)["tests"]:
         name, given = entry["name"], entry.get("command", [])
         properties = {item["name"]: item["value"] for item in entry["properties"]}
         where = properties.get("WORKING_DIRECTORY", str(programs))
         tests.append(BaseTest(name, target_of(name), given, where))
+    for name, rest in UNLISTED.items():  # last, because they take longest
+        tests.append(BaseTest(name, name, [str(programs / name), *rest], str(programs)))
     return tests
 
 
@@ -281,6 +282,13 @@ def compare(cmake: str, results: list[Result], tests: list[BaseTest], model: Pat
         else:
             result.detail += f"; unpatched: {theirs.outcome}"
             print("\n".join([f"--- {result.name}", *result.tail]), file=sys.stderr)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON, under another name until they are complete."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, file)
 
 
 def table(results: list[Result]) -> str:

@@ -22,9 +22,16 @@ class Programs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.report = folder / "report.json"
         self.texts: dict[Path, dict[str, str]] = {base_tests.FOLDER: {}, base_tests.STOCK: {}}
         self.built: list[list[str]] = []
         self.configured: list[str] = []
+
+    def run(self, arguments: list[str]) -> int:
+        return main(["--json", str(self.report), *arguments])
+
+    def results(self) -> dict[str, dict]:
+        return {row["name"]: row for row in json.loads(self.report.read_text())}
 
     def listed(self, _cmake: str, folder: Path) -> list[BaseTest]:
         tests = []
@@ -47,14 +54,10 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Programs:
     return made
 
 
-def results(capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
-    return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-
-
-def test_cases_are_counted(programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_are_counted(programs: Programs) -> None:
     programs.texts[base_tests.FOLDER] = {OPS: GOOD * 3 + UNSUPPORTED, "test-sampling": "pass"}
-    assert main(["--json"]) == 0
-    rows = results(capsys)
+    assert programs.run([]) == 0
+    rows = programs.results()
     assert rows[OPS]["detail"] == "3 OK, 1 not supported"
     assert {row["outcome"] for row in rows.values()} == {"passed"}
     assert programs.configured == ["release"]  # nothing to compare
@@ -72,45 +75,42 @@ def test_cases_are_counted(programs: Programs, capsys: pytest.CaptureFixture[str
 )
 def test_only_what_passes_unpatched_is_ours(
     programs: Programs,
-    capsys: pytest.CaptureFixture[str],
     ours: str,
     stock: str,
     code: int,
     outcome: str,
 ) -> None:
     programs.texts = {base_tests.FOLDER: {OPS: ours}, base_tests.STOCK: {OPS: stock}}
-    assert main(["--json"]) == code
-    assert results(capsys)[OPS]["outcome"] == outcome
+    assert programs.run([]) == code
+    assert programs.results()[OPS]["outcome"] == outcome
     assert programs.configured == ["release", "stock"]
 
 
 def test_a_crash_and_a_hang_are_failures(
-    programs: Programs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_tests, "LIMIT", 1)
     crash = "import os\nos.abort()\n"
     hang = "import time\ntime.sleep(60)\n"
     programs.texts[base_tests.FOLDER] = {"test-rope": crash, "test-opt": hang}
     programs.texts[base_tests.STOCK] = {"test-rope": "pass", "test-opt": "pass"}
-    assert main(["--json"]) == 1
-    rows = results(capsys)
+    assert programs.run([]) == 1
+    rows = programs.results()
     assert "exit code -6" in rows["test-rope"]["detail"]
     assert "stopped after 1 s" in rows["test-opt"]["detail"]
 
 
-def test_what_is_not_run_says_why(programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_run_says_why(programs: Programs) -> None:
     names = [*base_tests.LEFT_OUT, *base_tests.NEEDS_MODEL, "test-log"]
     programs.texts[base_tests.FOLDER] = dict.fromkeys(names, "pass")
-    assert main(["--json"]) == 0
-    rows = results(capsys)
+    assert programs.run([]) == 0
+    rows = programs.results()
     assert {n for n, row in rows.items() if row["outcome"] == "passed"} == {"test-log"}
     assert all(row["detail"] for row in rows.values() if row["outcome"] == "not run")
     assert programs.built == [["test-log"]]
 
 
-def test_the_model_takes_the_place_of_the_download(
-    programs: Programs, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_model_takes_the_place_of_the_download(programs: Programs, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.touch()
     name = "test-thread-safety"
@@ -119,8 +119,8 @@ def test_the_model_takes_the_place_of_the_download(
     programs.texts[base_tests.FOLDER] = {
         name: f"import os\nassert os.environ[{base_tests.MODEL_VARIABLE!r}] == {str(model)!r}\n"
     }
-    assert main(["--json", "--model", str(model)]) == 0
-    assert results(capsys)[name]["outcome"] == "passed"
+    assert programs.run(["--model", str(model)]) == 0
+    assert programs.results()[name]["outcome"] == "passed"
 
 
 @pytest.mark.parametrize(
