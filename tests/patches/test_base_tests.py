@@ -100,6 +100,16 @@ def test_a_crash_and_a_hang_are_failures(
     assert "stopped after 1 s" in rows["test-opt"]["detail"]
 
 
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("print('another part')\n", 1)])
+def test_a_part_that_needs_the_network(programs: Programs, end: str, code: int) -> None:
+    ((name, (marker, why)),) = base_tests.LAST_PART.items()
+    text = f"print({marker!r}, end='\\n\\n', flush=True)\n{end}"
+    programs.texts[base_tests.FOLDER] = {name: text + FAILED}
+    programs.texts[base_tests.STOCK] = {name: "pass"}
+    assert programs.run([]) == code
+    assert (why in programs.results()[name]["detail"]) == (code == 0)
+
+
 def test_what_is_not_run_says_why(programs: Programs) -> None:
     names = [*base_tests.LEFT_OUT, *base_tests.NEEDS_MODEL, "test-log"]
     programs.texts[base_tests.FOLDER] = dict.fromkeys(names, "pass")
