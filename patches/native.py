@@ -129,6 +129,14 @@ def build(kind: str, cmake: str) -> None:
     """Configures when the options changed, builds, and installs all but the stock build."""
     folder = ROOT / "build" / kind
     options = configure_options(kind)
+    configure(cmake, folder, options)
+    compile_targets(cmake, folder, ["dflash_toolkit"], cuda="-DGGML_CUDA=ON" in options)
+    if kind != "stock":
+        _install(cmake, folder)
+
+
+def configure(cmake: str, folder: Path, options: list[str]) -> None:
+    """Configures unless the folder was configured with just these options."""
     record = folder / RECORD
     wanted = "\n".join([*options, *default_options()]) + "\n"
     configured = record.is_file() and record.read_text() == wanted
@@ -139,12 +147,14 @@ def build(kind: str, cmake: str) -> None:
         generator = _generator(folder)
         _run([cmake, "-S", str(ROOT), "-B", str(folder), *generator, *options], "configuring")
         record.write_text(wanted)
+
+
+def compile_targets(cmake: str, folder: Path, targets: list[str], *, cuda: bool = False) -> None:
+    """Builds targets with as many jobs as the machine holds, or as the user says."""
     level = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
-    count = level or str(jobs(cores(), free_memory(), cuda="-DGGML_CUDA=ON" in options))
-    target = ["--target", "dflash_toolkit", "--parallel", count]
-    _run([cmake, "--build", str(folder), *target], "building")
-    if kind != "stock":
-        _install(cmake, folder)
+    count = level or str(jobs(cores(), free_memory(), cuda=cuda))
+    command = [cmake, "--build", str(folder), "--target", *targets, "--parallel", count]
+    _run(command, "building")
 
 
 def _can_build(folder: Path) -> bool:
