@@ -41,9 +41,13 @@ public:
     void add(double sum_min, double p_top, double p_all);
 
     // a new text begins: the choice must not depend on earlier ones, or a seed would not give the same text again
-    void restart() { sampled = top = weight = 0.0; }
+    void restart() {
+        sampled = HEAD_START;
+        top     = 0.0;
+        weight  = 0.0;
+    }
 
-    bool prefer_greedy() const { return weight > 4.0 && top > sampled * 1.01; }
+    bool prefer_greedy() const { return weight > 4.0 && top > sampled; }
 
     // sums over all visited positions
     double  total_sampled = 0.0;
@@ -52,7 +56,11 @@ public:
     int64_t n_total       = 0;
 
 private:
-    double sampled = 0.0;
+    // accepted tokens that drafts drawn from q are ahead by at first: after few positions the comparison is mostly chance, and
+    // they are the better ones on most texts
+    static constexpr double HEAD_START = 2.0;
+
+    double sampled = HEAD_START;
     double top     = 0.0;
     double weight  = 0.0;
 };
