@@ -74,11 +74,6 @@ OWN_DRAFT = {
     for name in ("is_deterministic", "ignores_target_tokens")
 }
 
-ROUND = (
-    "a round's tokens are counted before they are said, so a full context ends the text up to a"
-    " round early; llama.cpp's check",
-    "assert 2",
-)
 HISTOGRAM = (
     "reads no histograms, and ours of tokens per round is one",
     "AssertionError: llamacpp:spec_decode_accepted_length_sum has no # TYPE line",
@@ -90,7 +85,6 @@ EXPLAINED = {
         " differently: with other seeds the stock server's texts differ too",
         "assert [",
     ),
-    "unit/test_ctx_shift.py::test_ctx_shift_disabled_short_prompt[-1-248-True]": ROUND,
     "unit/test_metrics.py::test_metrics_prometheus_format": HISTOGRAM,
     "unit/test_metrics.py::test_metrics_prompt_processed_and_cached": HISTOGRAM,
     "unit/test_metrics.py::test_metrics_predicted_total_matches_requests": HISTOGRAM,

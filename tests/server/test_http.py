@@ -270,3 +270,23 @@ def test_the_context_shifts(bigram: Callable[..., Bigram], start: Any, arch: str
     assert len(plain["tokens"]) == 300
     assert drafting["tokens"] == plain["tokens"]
     assert 0 < drafting["timings"]["draft_n_accepted"] < drafting["timings"]["draft_n"]
+
+
+@pytest.mark.parametrize("longest", range(50, 58))
+def test_a_full_context_ends_the_text_where_it_does_plainly(
+    bigram: Callable[..., Bigram], start: Any, longest: int
+) -> None:
+    """Not up to a round early: the context counts a round's tokens before they are said."""
+    pair = bigram("llama", drift=0.28)
+    body = {"prompt": [40, 41, 42, 60] * 4, "n_predict": 300, "temperature": 0.0}
+    body |= {"ignore_eos": True, "return_tokens": True}
+    answers = []
+    for draft in (None, pair.draft):
+        # with memory that the slots share each is as long as is said, to a token
+        options = ("-c", 256, "-kvu", "--kv-unified-per-slot", longest)
+        answers.append(start(pair.target, draft, *options).post("/completion", body))
+    plain, drafting = answers
+    assert plain["truncated"]
+    assert drafting["truncated"]
+    assert drafting["tokens"] == plain["tokens"]
+    assert drafting["timings"]["draft_n_accepted"] > 0

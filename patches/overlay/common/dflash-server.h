@@ -79,6 +79,7 @@ inline void dflash_server_begin(dflash_slot & slot, common_sampler * smpl, const
     slot.mode  = mode;
     slot.chain = common_sampler_get(smpl);
     slot.q.clear();
+    slot.n_ahead = 0;
     slot.overlap.restart();
 
     // with a grammar or on-device sampling there is no p to compare with at every position

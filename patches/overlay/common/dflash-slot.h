@@ -119,6 +119,7 @@ struct dflash_slot {
     std::vector<dflash_q_row> q;
     size_t                    n_drafted = 0;
     std::vector<int>          i_rows;     // rows of the verification batch
+    int                       n_ahead   = 0; // tokens that the prompt counts already and the text does not: they end no text early
     std::vector<dflash_token_probs> probs;
 
     dflash_overlap overlap;           // of the request, guides DFLASH_VERIFY_AUTO
