@@ -279,7 +279,8 @@ def soak(minutes: float, slots: int, seed: int, options: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         pair = make_bigram(folder, "llama", wrong=0.2, drift=0.5, ends=True)
         base = ["-m", str(pair.target), "-c", str(n_ctx * slots), "-np", str(slots), "-t", "1"]
-        base += ["--slot-save-path", folder, *options]
+        # the cache of prompts grows to what it is given, 8 GiB by default, which is no leak
+        base += ["--slot-save-path", folder, "--cache-ram", "16", *options]
         draft = ["-md", str(pair.draft), "--spec-type", "draft-dflash"]
         sent: collections.Counter[str] = collections.Counter()
         wrong: list[str] = []
