@@ -1,7 +1,7 @@
 """Builds everything with sanitizers and runs the tests of our code in that build.
 
     sanitize.py address   AddressSanitizer and UndefinedBehaviorSanitizer
-    sanitize.py thread    ThreadSanitizer
+    sanitize.py thread    ThreadSanitizer, for the CPU kernels
 
 Further arguments go to pytest in place of the usual choice of tests. The build lies in
 build/sanitize; a second run builds only what has changed. The first report ends a process, so the
@@ -23,6 +23,7 @@ FOLDER = ROOT / "build" / "sanitize"
 SKIPPED = 77  # no exit code of pytest
 
 NATIVE = "tests/native"
+KERNELS = [f"tests/native/test_{name}.py" for name in ("mul_mat", "flash_attn", "draft_ops")]
 PYTHON = [
     f"tests/runtime/test_{name}.py"
     for name in (
@@ -45,9 +46,10 @@ SERVER = [f"tests/server/test_{name}.py" for name in ("chat", "http", "mixed", "
 class Kind(NamedTuple):
     names: tuple[str, ...]  # as in llama.cpp's options
     flags: tuple[str, ...]
-    runtimes: tuple[str, ...]  # to be loaded before Python
+    runtimes: tuple[str, ...]  # to be loaded before Python, where it loads libraries built so
     environment: dict[str, str]
     tests: list[str]
+    target: str = "dflash_toolkit"
 
 
 KINDS = {
@@ -65,9 +67,10 @@ KINDS = {
     "thread": Kind(
         ("THREAD",),
         ("-fsanitize=thread",),
-        ("libtsan.so",),
+        (),
         {"TSAN_OPTIONS": "halt_on_error=1"},
-        [NATIVE, *SERVER],
+        KERNELS,
+        "ggml",
     ),
 }
 
@@ -93,7 +96,7 @@ def build(name: str) -> Path:
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or subprocess.check_output(
         [sys.executable, ROOT / "patches" / "patchlib" / "jobs.py"], text=True
     )
-    target = ["--target", "dflash_toolkit", "--parallel", jobs.strip()]
+    target = ["--target", KINDS[name].target, "--parallel", jobs.strip()]
     subprocess.run(["cmake", "--build", out, *target], check=True)
     return out / "bin"
 
@@ -122,12 +125,12 @@ def check(name: str, arguments: list[str]) -> int:
     environment = {
         **os.environ,
         **kind.environment,
-        "DFLASH_LIB_PATH": str(folder),
-        "DFLASH_BIN_PATH": str(folder),
         "DFLASH_NATIVE_LIB_DIR": str(folder),
         "DFLASH_NATIVE_CXX": shlex.join(["c++", "-g1", *kind.flags]),
-        "LD_PRELOAD": " ".join(map(str, runtimes)),
     }
+    if runtimes:
+        environment["LD_PRELOAD"] = " ".join(map(str, runtimes))
+        environment |= {"DFLASH_LIB_PATH": str(folder), "DFLASH_BIN_PATH": str(folder)}
     command = [sys.executable, "-m", "pytest", *(arguments or kind.tests)]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
