@@ -54,5 +54,7 @@ def start(bin_dir: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     yield begin
     for server in running:
         server.close()
-        request.node.add_report_section("teardown", "llama-server", server.log.read_text())
+        request.node.add_report_section(
+            "teardown", "llama-server", server.log.read_text(errors="replace")
+        )
     assert not any(server.running for server in running)

@@ -66,6 +66,10 @@ VALUES: list[Any] = [
 LENGTHS = {"n_predict", "max_tokens", "n", "n_cmpl"}
 
 
+def value(rng: random.Random) -> Any:
+    return copy.deepcopy(rng.choice(VALUES))
+
+
 def mutate(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     body = copy.deepcopy(body)
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -75,13 +79,13 @@ def mutate(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
             body.pop(key, None)
         elif what < 0.2:
             body[rng.choice(["prompt", "grammar", "json_schema", "lora", "t_max_predict_ms"])] = (
-                rng.choice(VALUES)
+                value(rng)
             )
         elif what < 0.3 and isinstance(body.get(key), list) and body[key]:
-            body[key][rng.randrange(len(body[key]))] = rng.choice(VALUES)
+            body[key][rng.randrange(len(body[key]))] = value(rng)
         else:
-            body[key] = rng.choice(VALUES)
-    if "n" in body and body.get("prompt") in ("", [], None, [[]]):
+            body[key] = value(rng)
+    if "n" in body and body.get("prompt") != BASES["/v1/completions"]["prompt"]:
         # several answers to an empty prompt: llama-server, the unpatched one too, never sends them
         body["n"] = 1
     return body
