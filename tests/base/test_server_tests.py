@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from base_sources import unpack
 from bigram import make_bigram
 
 from dflash_cpp import demo_pair
-from patchlib.base import fetch, read_base_toml
+from dflash_cpp.server import free_port
 
 pytestmark = [pytest.mark.peer, pytest.mark.native, pytest.mark.timeout(3600)]
 
@@ -132,17 +131,7 @@ class Done:
 def unpacked(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tests, with what they read beside it, of the version that is built."""
     folder = tmp_path_factory.mktemp("base")
-    info = read_base_toml(root / "patches" / "base.toml")
-    top = info.file.removesuffix(".tar.gz")
-    with tarfile.open(fetch(info)) as archive:
-        for member in archive:
-            name = member.name.removeprefix(f"{top}/")
-            if member.isfile() and name.startswith(NEEDED):
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                stream = archive.extractfile(member)
-                assert stream is not None
-                target.write_bytes(stream.read())
+    unpack(root, folder, NEEDED)
     (folder / TESTS / "tmp").mkdir()  # they expect it
     return folder / TESTS
 
@@ -197,13 +186,6 @@ def put(cache: Path, repository: str, name: str, file: Path) -> None:
     link.symlink_to(file.resolve())
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs" / "main").write_text(COMMIT)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def run_tests(

@@ -11,18 +11,17 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from base_sources import unpack
 from tiny_mamba import make_mamba
 from twins import make_files
 
 from dflash_cpp import demo_pair
-from patchlib.base import fetch, read_base_toml
 
 pytestmark = [pytest.mark.peer, pytest.mark.native]
 
@@ -74,17 +73,7 @@ EXCEPTIONS = {
 def unpacked(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tests and the vocabulary that they read, of the version that is built."""
     folder = tmp_path_factory.mktemp("llama-cpp-python")
-    info = read_base_toml(root / "patches" / "base.toml")
-    top = info.file.removesuffix(".tar.gz")
-    with tarfile.open(fetch(info)) as archive:
-        for member in archive:
-            name = member.name.removeprefix(f"{top}/")
-            if member.isfile() and (name == VOCABULARY or name.startswith("tests/")):
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                stream = archive.extractfile(member)
-                assert stream is not None
-                target.write_bytes(stream.read())
+    unpack(root, folder, (VOCABULARY, "tests/"))
     program = folder / "tests" / "test_llama.py"
     text = program.read_text(encoding="utf-8")
     for expected, (ours, times) in ANSWERS.items():

@@ -29,19 +29,21 @@ def rpc(bin_dir: Path, tmp_path: Path) -> Iterator[list[tuple[str, subprocess.Po
     program = bin_dir / "ggml-rpc-server"
     if not program.is_file():
         pytest.skip("this build has no ggml-rpc-server (-DGGML_RPC=ON)")
-    servers = []
-    for i in range(2):
-        port = free_port()
-        with (tmp_path / f"rpc-{i}.log").open("wb") as log:
-            command = [program, "-H", "127.0.0.1", "-p", str(port), "-t", "1"]
-            process = subprocess.Popen(command, stdout=log, stderr=log)
-        servers.append((f"127.0.0.1:{port}", process))
-    for address, process in servers:
-        wait_for(address, process)
-    yield servers
-    for _, process in servers:
-        process.kill()
-        process.wait()
+    servers: list[tuple[str, subprocess.Popen[bytes]]] = []
+    try:
+        for i in range(2):
+            port = free_port()
+            with (tmp_path / f"rpc-{i}.log").open("wb") as log:
+                command = [program, "-H", "127.0.0.1", "-p", str(port), "-t", "1"]
+                process = subprocess.Popen(command, stdout=log, stderr=log)
+            servers.append((f"127.0.0.1:{port}", process))
+        for address, process in servers:
+            wait_for(address, process)
+        yield servers
+    finally:
+        for _, process in servers:
+            process.kill()
+            process.wait()
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
