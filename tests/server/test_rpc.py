@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny
 from bigram import Bigram
+from tiny_checkpoint import make_draft_checkpoint
 
 from dflash_convert.errors import DFlashError
 from dflash_cpp.server import LlamaServer, free_port
@@ -138,6 +140,22 @@ def test_nobody_there(bigram: Callable[..., Bigram], start: Any) -> None:
     pair = bigram("llama")
     with pytest.raises(DFlashError, match="Failed to connect"):
         start(pair.target, pair.draft, "--rpc", f"127.0.0.1:{free_port()}", "-ngl", 99)
+
+
+def test_a_head_in_pieces_serves_drafts_without_selector(
+    bin_dir: Path, tmp_path: Path, rpc: Any, start: Any
+) -> None:
+    """Those of the first generation, which llama.cpp's own graph can compute so."""
+    spec = tiny.TargetSpec(arch="llama", n_layer=5)
+    target = tiny.write_target(tmp_path / "t.gguf", spec, dict(tiny.random_tensors(spec, 0)))
+    options = tiny.draft_options(spec)
+    checkpoint = make_draft_checkpoint(tmp_path / "checkpoint", version=1, **options)
+    draft = tiny.convert_draft(checkpoint, target, tmp_path / "d.gguf")
+    places = ("-ngl", 99, "--device", "RPC0,RPC1", "-sm", "tensor", "-ngld", 99)
+    expected = complete(start(target, None))
+    found = complete(start(target, draft, "--rpc", ",".join(a for a, _ in rpc), *places))
+    assert found["timings"]["draft_n"] > 0
+    assert len(found["tokens"]) == len(expected["tokens"])  # sums over two devices round apart
 
 
 def test_a_head_in_pieces_is_a_sentence(

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "llama-ext.h"
 #include "llama-model.h"
 
 #include "ggml-backend.h"
@@ -34,6 +35,9 @@ inline std::vector<ggml_backend_dev_t> dflash_shared_devices(const llama_model &
         const bool known = std::any_of(model.devices.begin(), model.devices.end(), [&](const llama_device & d) { return d.dev == dev; }) ||
                            std::find(found.begin(), found.end(), dev) != found.end();
         if (dev != nullptr && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_META) {
+            if (llama_model_dflash_selector_top_k(&model) == 0) {
+                continue; // drafts of the first generation take no candidates from the logits: the base manages
+            }
             throw std::runtime_error(
                 "a DFlash draft cannot share an output head that is spread over several devices: use `--split-mode layer` in place of `tensor`");
         }
