@@ -143,7 +143,7 @@ class OurPair(NativeTarget):
 
 
 def run(job: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The job with our build, in the form of `stock_pair.run`."""
+    """The job with our build, in the form of `stock_pair.run`, and the logits."""
     rounds = []
     with OurPair(job) as ours:
         tokens = [ours.prompt(job["prompt"])]
@@ -158,6 +158,7 @@ def run(job: dict[str, Any]) -> dict[str, np.ndarray]:
                     "accepted": trace.accepted,
                     "ids": trace.candidates,
                     "lattice": trace.lattice,
+                    "logits": trace.logits,
                 }
             )
     stacked = {key: np.array([r[key] for r in rounds]) for key in rounds[0]}

@@ -151,6 +151,7 @@ struct lattice_case {
     size_t strides[2];
     std::unique_ptr<exact<float>> logits, gate;
     std::unique_ptr<exact<int32_t>> candidates, tokens;
+    std::unique_ptr<exact<int64_t>> names;  // null: logits of all tokens
     std::unique_ptr<stored> books[2];
 
     explicit lattice_case(dice & d) {
@@ -194,8 +195,18 @@ struct lattice_case {
         for (size_t i = 0; i < gate->n; ++i) {
             (*gate)[i] = d.normal();
         }
+        const int n_tokens_all = d.once_in(2) ? V : V + d.within(0, 100);
+        if (n_tokens_all > V || d.once_in(4)) {
+            std::vector<int64_t> all(n_tokens_all);
+            std::iota(all.begin(), all.end(), 0);
+            names = std::make_unique<exact<int64_t>>(V);
+            for (int i = 0; i < V; ++i) {
+                std::swap(all[i], all[d.within(i, n_tokens_all - 1)]);
+                (*names)[i] = all[i];
+            }
+        }
         for (int i = 0; i < T; ++i) {
-            (*tokens)[i] = d.within(0, V - 1);
+            (*tokens)[i] = d.within(0, n_tokens_all - 1);
         }
         std::vector<int> ids(V);
         std::iota(ids.begin(), ids.end(), 0);
@@ -206,7 +217,7 @@ struct lattice_case {
             }
         }
         for (int b = 0; b < 2; ++b) {
-            n_rows[b]  = V + (b == 0 ? 0 : d.within(0, 3));
+            n_rows[b]  = n_tokens_all + (b == 0 ? 0 : d.within(0, 3));
             strides[b] = ggml_row_size(types[b], rank);
             books[b]   = std::make_unique<stored>(types[b], rank, n_rows[b], d);
         }
@@ -232,19 +243,23 @@ struct lattice_case {
                 out.wrong += bits_of(row[i]) != 0;
             }
             for (int c = 0; c < k && used > 0; ++c) {
-                const int id = (*candidates)[r * c_stride + c];
+                const int column = (*candidates)[r * c_stride + c];
+                const int id     = token(column);
                 out.wrong += row[c] != (float) id;
                 for (int j = 0; j < k; ++j) {
-                    const int before = p == 1 ? (*tokens)[t - 1] : (*candidates)[(r - 1) * c_stride + j];
-                    score(row[k + j * k + c], r, before, id, top, out);
+                    const int before = p == 1 ? (*tokens)[t - 1] : token((*candidates)[(r - 1) * c_stride + j]);
+                    score(row[k + j * k + c], r, before, column, top, out);
                 }
             }
         }
     }
 
   private:
-    void score(float found, int r, int before, int id, const double (&top)[2], outcome & out) const {
-        double sum  = (*logits)[(size_t) r * l_stride + id];
+    int token(int column) const { return names ? (int) (*names)[column] : column; }
+
+    void score(float found, int r, int before, int column, const double (&top)[2], outcome & out) const {
+        const int id = token(column);
+        double sum  = (*logits)[(size_t) r * l_stride + column];
         double size = std::fabs(sum);
         for (int q = 0; q < rank; ++q) {
             const double x = books[0]->values[(size_t) before * rank + q];

@@ -70,6 +70,7 @@ void lattice(dice & d, unsigned order, outcome & out) {
     a.candidates        = p.candidates->get();
     a.gate              = p.gate->get();
     a.tokens            = p.tokens->get();
+    a.names             = p.names ? p.names->get() : nullptr;
     a.dst               = dst.get();
     a.predecessors      = { p.books[0]->bytes.get(), (int64_t) p.strides[0], p.n_rows[0], row_type(p.types[0]) };
     a.successors        = { p.books[1]->bytes.get(), (int64_t) p.strides[1], p.n_rows[1], row_type(p.types[1]) };

@@ -59,8 +59,11 @@ void plain_lattice(ggml_tensor * dst, int ith, int, void *) {
     const ggml_dflash_tag tag = ggml_dflash_get_tag(dst);
     const int64_t k    = dst->src[1]->ne[0];
     const int64_t rank = dst->src[2]->ne[0];
-    const auto id_of   = [&](int64_t c, int64_t r) {
+    const auto column  = [&](int64_t c, int64_t r) {
         return *(const int32_t *) ((const char *) dst->src[1]->data + r * dst->src[1]->nb[1] + c * sizeof(int32_t));
+    };
+    const auto id_of   = [&](int64_t c, int64_t r) {
+        return dst->src[6] ? (int32_t) ((const int64_t *) dst->src[6]->data)[column(c, r)] : column(c, r);
     };
     std::vector<float> before(rank), after(rank);
     const auto row_of = [&](const ggml_tensor * t, int64_t id, std::vector<float> & out) {
@@ -78,7 +81,7 @@ void plain_lattice(ggml_tensor * dst, int ith, int, void *) {
             for (int64_t c = 0; c < k; ++c) {
                 const int32_t id = id_of(c, r);
                 row_of(dst->src[4], id, after);
-                double sum = value_of(dst->src[0], id, r);
+                double sum = value_of(dst->src[0], column(c, r), r);
                 for (int64_t q = 0; q < rank; ++q) {
                     sum += (double) before[q] * value_of(dst->src[2], q, r) * after[q];
                 }
@@ -205,7 +208,7 @@ ggml_tensor * add_conv(graph & g, const machine & m, const conv_case & p) {
 }
 
 ggml_tensor * add_lattice(graph & g, const machine & m, const lattice_case & p) {
-    const std::vector<ggml_tensor *> args = {
+    std::vector<ggml_tensor *> args = {
         g.rows(GGML_TYPE_F32, *p.logits, p.V, p.l_stride, p.R),
         g.rows(GGML_TYPE_I32, *p.candidates, p.k, p.c_stride, p.R),
         g.rows(GGML_TYPE_F32, *p.gate, p.rank, p.g_stride, p.R),
@@ -213,6 +216,11 @@ ggml_tensor * add_lattice(graph & g, const machine & m, const lattice_case & p) 
         g.table(*p.books[1], p.types[1], p.rank, p.n_rows[1], 1),
         g.rows(GGML_TYPE_I32, *p.tokens, p.T, p.T, 1),
     };
+    if (p.names) {
+        ggml_tensor * names = ggml_new_tensor_1d(g.ctx, GGML_TYPE_I64, p.V);
+        g.inputs.push_back([names, &p] { ggml_backend_tensor_set(names, p.names->get(), 0, ggml_nbytes(names)); });
+        args.push_back(names);
+    }
     return g.custom(p.width, p.T, args, m.lattice,
                     { GGML_DFLASH_MAGIC, GGML_DFLASH_LATTICE, p.n_tokens, p.n_drafted, 0, 0, 0, 0 });
 }
@@ -317,6 +325,12 @@ void refused(dice & d, const machine & m, outcome & out) {
         node->src[1] = other(node->src[1], GGML_TYPE_I32, GGML_DFLASH_MAX_TOP_K + 1, l.R);
     });
     altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) { node->ne[0] = l.k + l.k * l.k - 1; });
+    altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) {
+        node->src[6] = ggml_new_tensor_1d(g.ctx, GGML_TYPE_I64, l.V + 1);
+    });
+    altered(lattice, [&](ggml_tensor * node, ggml_dflash_tag &) {
+        node->src[6] = ggml_new_tensor_1d(g.ctx, GGML_TYPE_I32, l.V);
+    });
 }
 
 // ---- time --------------------------------------------------------------------------------------------------------
@@ -358,7 +372,7 @@ void times(const machine & m, int n_blocks) {
         const lattice_case p(d, n_blocks);
         ggml_tensor * first = add_lattice(g, m, p);
         for (int i = 1; i < n; ++i) {
-            const std::vector<ggml_tensor *> args(first->src, first->src + 6);
+            const std::vector<ggml_tensor *> args(first->src, first->src + (first->src[6] ? 7 : 6));
             g.custom(p.width, p.T, args, m.lattice, ggml_dflash_get_tag(first));
         }
         lattice = microseconds(g, m);

@@ -1,7 +1,7 @@
 // One node of ggml-dflash.h, or one top-k, through ggml's CPU backend; used by test_draft_ops.py.
 //
 //     draft_ops conv    CHANNELS TOKENS BLOCKS TAPS GROUP SIDE BASE-TYPE RESIDUAL STRIDE THREADS SEED SPECIAL
-//     draft_ops lattice VOCABULARY WIDTH TOKENS BLOCKS DRAFTED K RANK TABLE-TYPE THREADS SEED SPECIAL
+//     draft_ops lattice VOCABULARY WIDTH TOKENS BLOCKS DRAFTED K RANK TABLE-TYPE THREADS SEED SPECIAL OWN
 //     draft_ops top_k   COLUMNS ROWS K THREADS SEED SPECIAL
 //
 // Prints JSON: `different`, results that are not the expected bits (conv, top_k, and what a lattice does not score),
@@ -162,27 +162,36 @@ int lattice(char ** a) {
     const int64_t vocab = atoll(a[0]), width = atoll(a[1]), tokens = atoll(a[2]), blocks = atoll(a[3]), drafted = atoll(a[4]), k = atoll(a[5]), rank = atoll(a[6]);
     const ggml_type   type    = type_of(a[7]);
     const std::string special = a[10];
+    const int64_t own = atoll(a[11]);  // logits of so many tokens only; 0: of all
+    const int64_t n   = own ? own : vocab;
     rng.seed(atoi(a[9]));
 
     const int64_t rows = drafted * blocks;
     Graph         g(atoi(a[8]));
-    ggml_tensor * logits       = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, vocab, rows);
+    ggml_tensor * logits       = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, n, rows);
     ggml_tensor * candidates   = ggml_new_tensor_2d(g.ctx, GGML_TYPE_I32, k, rows);
     ggml_tensor * gate         = ggml_new_tensor_2d(g.ctx, GGML_TYPE_F32, rank, rows);
     ggml_tensor * predecessors = ggml_new_tensor_2d(g.ctx, type, rank, vocab);
     ggml_tensor * successors   = ggml_new_tensor_2d(g.ctx, type, rank, vocab);
     ggml_tensor * anchors      = ggml_new_tensor_1d(g.ctx, GGML_TYPE_I32, tokens * blocks);
+    ggml_tensor * names        = own ? ggml_new_tensor_1d(g.ctx, GGML_TYPE_I64, n) : nullptr;
 
     ggml_dflash_tag tag = {};
     tag.kind      = GGML_DFLASH_LATTICE;
     tag.n_tokens  = (int32_t) tokens;
     tag.n_drafted = (int32_t) drafted;
-    ggml_tensor * y = g.node("ggml_dflash_lattice", width, tokens * blocks, { logits, candidates, gate, predecessors, successors, anchors }, tag);
+    ggml_tensor * y = g.node("ggml_dflash_lattice", width, tokens * blocks, { logits, candidates, gate, predecessors, successors, anchors, names }, tag);
     g.allocate();
 
     std::vector<float>   vl = fill(logits, 5.0f), vg = fill(gate), vp = fill(predecessors), vs = fill(successors);
-    std::vector<int32_t> ids(vocab), vc, vt;
+    std::vector<int32_t> ids(n), vc, vt;
     std::iota(ids.begin(), ids.end(), 0);
+    std::vector<int64_t> vn(vocab);  // token of a logit
+    std::iota(vn.begin(), vn.end(), 0);
+    if (own) {
+        std::shuffle(vn.begin(), vn.end(), rng);
+        memcpy(names->data, vn.data(), ggml_nbytes(names));
+    }
     for (int64_t r = 0; r < rows; r++) {
         std::shuffle(ids.begin(), ids.end(), rng);
         vc.insert(vc.end(), ids.begin(), ids.begin() + k);
@@ -195,7 +204,7 @@ int lattice(char ** a) {
     const int64_t at = vc[(rows - 1) * k];  // the last row's first candidate
     if (special != "none") {
         const float value = special == "nan" ? NAN : special == "inf" ? INFINITY : -INFINITY;
-        ((float *) logits->data)[(rows - 1) * vocab + at] = vl[(rows - 1) * vocab + at] = value;
+        ((float *) logits->data)[(rows - 1) * n + at] = vl[(rows - 1) * n + at] = value;
     }
     memset(y->data, 0x7f, ggml_nbytes(y));
     g.compute(y);
@@ -211,11 +220,11 @@ int lattice(char ** a) {
         }
         const int64_t r = b * drafted + p - 1;
         for (int64_t c = 0; scored && c < k; c++) {
-            const int64_t id = vc[r * k + c];
+            const int64_t id = vn[vc[r * k + c]];
             different += out[c] != (float) id;
             for (int64_t j = 0; j < k; j++) {
-                const int64_t before = p == 1 ? vt[b * tokens] : vc[(r - 1) * k + j];
-                double        sum = vl[r * vocab + id], size = std::fabs(sum);
+                const int64_t before = p == 1 ? vt[b * tokens] : vn[vc[(r - 1) * k + j]];
+                double        sum = vl[r * n + vc[r * k + c]], size = std::fabs(sum);
                 for (int64_t q = 0; q < rank; q++) {
                     const double term = (double) vp[before * rank + q] * vg[r * rank + q] * vs[id * rank + q];
                     sum += term;
@@ -282,7 +291,7 @@ int main(int argc, char ** argv) {
     if (kind == "conv" && argc == 14) {
         return conv(argv + 2);
     }
-    if (kind == "lattice" && argc == 13) {
+    if (kind == "lattice" && argc == 14) {
         return lattice(argv + 2);
     }
     if (kind == "top_k" && argc == 8) {

@@ -72,7 +72,7 @@ def test_the_launches_agree(emulated: Path, op: str, cases: int) -> None:
 @pytest.mark.native
 def test_what_no_kernel_takes_is_refused(emulated: Path) -> None:
     found = run(emulated, "EMULATED", "refused", 1, 20)
-    assert found["cases"] == 20 * 25
+    assert found["cases"] == 20 * 27
     assert found["wrong"] == 0
 
 

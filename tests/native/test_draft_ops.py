@@ -104,22 +104,23 @@ def test_lattice(
     kind: str,
 ) -> None:
     shape = (vocabulary, width, tokens, blocks, drafted, k, rank)
-    for threads in (1, 2, 5):
-        result = run("lattice", *shape, kind, threads, blocks, "none")
-        assert result["different"] == 0
-        assert result["error"] < LATTICE_ERROR
+    for own in (0, k, vocabulary // 3):  # logits of all tokens, or of some
+        for threads in (1, 2, 5):
+            result = run("lattice", *shape, kind, threads, blocks, "none", own)
+            assert result["different"] == 0
+            assert result["error"] < LATTICE_ERROR
 
 
 @pytest.mark.parametrize("rank", [1, 8, 17, 33, 64, 100])
 def test_lattice_of_other_ranks(run: Run, rank: int) -> None:
-    result = run("lattice", 400, 300, 8, 2, 7, 16, rank, "f32", 2, rank, "none")
+    result = run("lattice", 400, 300, 8, 2, 7, 16, rank, "f32", 2, rank, "none", 0)
     assert result["different"] == 0
     assert result["error"] < LATTICE_ERROR
 
 
 @pytest.mark.parametrize("special", ["nan", "inf", "-inf"])
 def test_lattice_of_special_logits(run: Run, special: str) -> None:
-    result = run("lattice", 400, 300, 8, 2, 7, 16, 32, "f16", 2, 1, special)
+    result = run("lattice", 400, 300, 8, 2, 7, 16, 32, "f16", 2, 1, special, 0)
     assert result["different"] == 0
     assert result["error"] < LATTICE_ERROR
 

@@ -24,11 +24,11 @@ CLOSE = 1e-5
 _IDS = np.arange(0, 500, 3)  # of a draft's own, smaller vocabulary
 
 
-def smaller_vocabulary() -> dict[str, Any]:
+def smaller_vocabulary(ids: np.ndarray = _IDS) -> dict[str, Any]:
     """Arguments of `make_pair`."""
-    head = np.random.default_rng(5).standard_normal((len(_IDS), 288)).astype(np.float32)
-    tensors = {"d2t": _IDS - np.arange(len(_IDS)), "lm_head.weight": head}
-    return {"tensors": tensors, "config_overrides": {"draft_vocab_size": len(_IDS)}}
+    head = np.random.default_rng(5).standard_normal((len(ids), 288)).astype(np.float32)
+    tensors = {"d2t": ids - np.arange(len(ids)), "lm_head.weight": head}
+    return {"tensors": tensors, "config_overrides": {"draft_vocab_size": len(ids)}}
 
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -71,6 +71,10 @@ def test_the_same_proposals_from_ordinary_operations(
             np.testing.assert_array_equal(nodes[key], other[key], err_msg=key)
         largest = np.abs(other["lattice"]).max()
         assert np.abs(nodes["lattice"] - other["lattice"]).max() <= CLOSE * largest
+        kept = np.isfinite(other["logits"])
+        np.testing.assert_array_equal(np.isfinite(nodes["logits"]), kept)
+        assert kept.sum(-1).min() == len(_IDS if name == "smaller vocabulary" else kept[0, 0])
+        assert np.abs(nodes["logits"][kept] - other["logits"][kept]).max() <= CLOSE * largest
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -124,8 +128,9 @@ def test_nodes_and_memory(make_pair: Callable, stock_bin_dir: Path, tmp_path: Pa
     [
         (lambda ids: np.full_like(ids, 512), "d2t names token 512"),
         (lambda ids: ids - 1, "d2t names token -1"),
+        (lambda ids: np.full_like(ids, 7), "d2t names token 7 twice"),
     ],
-    ids=["too large", "negative"],
+    ids=["too large", "negative", "twice"],
 )
 def test_a_vocabulary_that_points_outside_is_refused(
     wrong: Callable, sentence: str, make_pair: Callable, tmp_path: Path
@@ -145,3 +150,10 @@ def test_a_vocabulary_that_points_outside_is_refused(
     job = job_of(pair) | {"draft": str(damaged)}
     with pytest.raises(DFlashError, match=sentence):
         our_pair.OurPair(job)
+
+
+def test_fewer_tokens_than_candidates_are_refused(make_pair: Callable) -> None:
+    from dflash_cpp.errors import DFlashError
+
+    with pytest.raises(DFlashError, match="asks for 16 candidates out of 12 tokens"):
+        our_pair.OurPair(job_of(make_pair("llama", **smaller_vocabulary(_IDS[:12]))))

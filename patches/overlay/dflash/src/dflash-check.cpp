@@ -263,11 +263,17 @@ static void dflash_check_d2t(const dflash_header & h, ggml_type type, dflash_dra
         draft.reasons.push_back(dflash_format("%s: d2t lists %lld tokens, the vocabulary has %lld", draft.name.c_str(), (long long) n, (long long) draft.n_vocab));
         return;
     }
+    std::vector<bool> seen((size_t) std::max<int64_t>(draft.n_vocab, 0));
     for (const int64_t id : h.data_i64("d2t", (size_t) n)) {
         if (id < 0 || id >= draft.n_vocab) {
             draft.reasons.push_back(dflash_format("%s: d2t names token %lld, expected ids below the vocabulary of %lld", draft.name.c_str(), (long long) id, (long long) draft.n_vocab));
             return;
         }
+        if (seen[id]) {
+            draft.reasons.push_back(dflash_format("%s: d2t names token %lld twice, expected every token once", draft.name.c_str(), (long long) id));
+            return;
+        }
+        seen[id] = true;
     }
 }
 
@@ -374,6 +380,7 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
     }
 
     if (h.tensor("selector_hidden.weight") >= 0) {
+        const int64_t n_drafted = h.tensor("d2t") >= 0 ? h.dim("d2t", 0) : res.n_vocab; // tokens that can be drafted
         res.top_k  = h.num("dflash.selector_top_k",    -1);
         res.rank   = h.num("dflash.selector_rank",     -1);
         res.kernel = h.num("dflash.conv_kernel_size",  -1);
@@ -384,8 +391,8 @@ dflash_draft_facts dflash_draft_facts_from_file(const std::string & path) {
         } else if (res.n_embd > 0 && res.n_embd < res.top_k*(res.top_k + 1)) {
             reasons.push_back(dflash_format("%s has hidden size %lld, too small for the scores of %lld candidates (at least %lld)", name,
                     (long long) res.n_embd, (long long) res.top_k, (long long) (res.top_k*(res.top_k + 1))));
-        } else if (res.n_vocab > 0 && res.top_k > res.n_vocab) {
-            reasons.push_back(dflash_format("%s asks for %lld candidates out of %lld tokens", name, (long long) res.top_k, (long long) res.n_vocab));
+        } else if (n_drafted > 0 && res.top_k > n_drafted) {
+            reasons.push_back(dflash_format("%s asks for %lld candidates out of %lld tokens", name, (long long) res.top_k, (long long) n_drafted));
         }
         if (res.rank < 1 || res.rank > 65536) {
             reasons.push_back(dflash_format("%s has selector rank %lld, expected 1 to 65536 (dflash.selector_rank)", name, (long long) res.rank));

@@ -25,8 +25,15 @@ bool dflash_tap::callback(ggml_tensor * t, bool ask, void * user_data) {
     } else if (strcmp(t->name, "result_output") == 0) {
         dst = &tap->logits;
     }
+    const bool lattice = strcmp(t->name, "dflash2_lattice") == 0 && t->op == GGML_OP_CUSTOM;
     if (ask) {
-        return dst != nullptr;
+        return dst != nullptr || lattice;
+    }
+    if (lattice) { // see ggml-dflash.h
+        tap->names.resize(t->src[6] ? ggml_nelements(t->src[6]) : 0);
+        if (t->src[6]) {
+            ggml_backend_tensor_get(t->src[6], tap->names.data(), 0, ggml_nbytes(t->src[6]));
+        }
     }
     if (dst && t->type == GGML_TYPE_F32 && ggml_is_contiguous(t)) {
         dst->resize(ggml_nelements(t));
@@ -621,7 +628,14 @@ void dflash_drafter::fill_trace(const dflash_request & req, const float * lattic
         return res;
     };
     trace->hidden = rows_of(tap->hidden, n_embd);
-    trace->logits = rows_of(tap->logits, n_vocab);
+    trace->logits = rows_of(tap->logits, tap->names.empty() ? n_vocab : (int32_t) tap->names.size());
+    if (!tap->names.empty()) {
+        std::vector<float> all(trace->logits.size() / tap->names.size() * n_vocab, -INFINITY);
+        for (size_t i = 0; i < trace->logits.size(); ++i) {
+            all[i / tap->names.size() * n_vocab + tap->names[i % tap->names.size()]] = trace->logits[i];
+        }
+        trace->logits = std::move(all);
+    }
 
     trace->candidates.assign((size_t) n_pos * k, 0);
     trace->scores    .assign((size_t) n_pos * k, 0.0f);

@@ -60,8 +60,9 @@ struct dflash_trace_data {
 
 // collects named tensors of a draft graph through the scheduler's eval callback; must outlive the draft context
 struct dflash_tap {
-    std::vector<float> hidden;
-    std::vector<float> logits;
+    std::vector<float>   hidden;
+    std::vector<float>   logits;
+    std::vector<int64_t> names; // tokens of the logits, where the draft has a smaller vocabulary of its own
 
     static bool callback(struct ggml_tensor * t, bool ask, void * user_data); // ggml_backend_sched_eval_callback
 };

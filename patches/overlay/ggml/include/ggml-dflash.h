@@ -24,9 +24,11 @@
 //     src2 gate      F32 [rank, R]
 //     src3 predecessors, src4 successors: codebooks [rank, >= V] of one type each
 //     src5 tokens    I32 [T], T = n_tokens * n_blocks
+//     src6 names     I64 [V], contiguous: token ids of the logits, where these are of some tokens only; optional. Candidates
+//                    are ids into the logits, everything below is about tokens, all of which the codebooks have
 //     dst            F32 [width, T], width >= k + k*k: for token p of a block, 1 <= p <= n_drafted:
 //         [c]            id of candidate c
-//         [k + j*k + c]  logits[id of c] + sum over r of predecessor[id of j][r] * gate[r] * successor[id of c][r]
+//         [k + j*k + c]  logit of c + sum over r of predecessor[id of j][r] * gate[r] * successor[id of c][r]
 //                        where j is a candidate of position p - 1; at p = 1 the anchor, whatever j is
 //                    everything else is 0
 

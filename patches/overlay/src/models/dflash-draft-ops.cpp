@@ -110,7 +110,7 @@ ggml_tensor * dflash_composite_lattice(llm_graph_context & g, const llama_model 
     return ggml_reshape_2d(ctx, table, g.n_embd, g.n_tokens);
 }
 
-// logits of the target's vocabulary, as the reference transforms them
+// logits of the tokens that the head has, as the reference transforms them
 ggml_tensor * dflash_logits(llm_graph_context & g, const llama_model & model, ggml_tensor * hidden, ggml_tensor * output, ggml_tensor * output_s) {
     ggml_context * ctx = g.ctx0;
     ggml_tensor  * cur = g.build_lora_mm(output, hidden, output_s);
@@ -121,15 +121,18 @@ ggml_tensor * dflash_logits(llm_graph_context & g, const llama_model & model, gg
     if (cap > 0.0f) {
         cur = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, cur, 1.0f / cap)), cap);
     }
-    if (model.d2t) { // a vocabulary of its own: the tokens it lacks can not be drafted
-        const int64_t n_vocab = (int64_t) model.vocab.n_tokens();
-        GGML_ASSERT(model.d2t->type == GGML_TYPE_I64 && model.d2t->ne[0] == cur->ne[0]);
-        ggml_tensor * all  = ggml_fill(ctx, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, n_vocab, cur->ne[1]), -INFINITY);
-        ggml_tensor * some = ggml_reshape_3d(ctx, cur, 1, cur->ne[0], cur->ne[1]);
-        ggml_tensor * at   = ggml_reshape_3d(ctx, model.d2t, model.d2t->ne[0], 1, 1);
-        cur = ggml_reshape_2d(ctx, ggml_set_rows(ctx, all, some, at), n_vocab, cur->ne[1]);
-    }
+    GGML_ASSERT(!model.d2t || (model.d2t->type == GGML_TYPE_I64 && model.d2t->ne[0] == cur->ne[0]));
     return cur;
+}
+
+// The same for the whole vocabulary: tokens that a draft's own, smaller one lacks can not be drafted.
+ggml_tensor * dflash_all_logits(llm_graph_context & g, const llama_model & model, ggml_tensor * some) {
+    ggml_context * ctx     = g.ctx0;
+    const int64_t  n_vocab = (int64_t) model.vocab.n_tokens();
+    ggml_tensor  * all     = ggml_fill(ctx, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, n_vocab, some->ne[1]), -INFINITY);
+    ggml_tensor  * values  = ggml_reshape_3d(ctx, some, 1, some->ne[0], some->ne[1]);
+    ggml_tensor  * at      = ggml_reshape_3d(ctx, model.d2t, model.d2t->ne[0], 1, 1);
+    return ggml_reshape_2d(ctx, ggml_set_rows(ctx, all, values, at), n_vocab, some->ne[1]);
 }
 
 } // namespace
@@ -191,23 +194,26 @@ bool dflash_build_head(llm_graph_context & g, const llama_model & model, ggml_te
         drafted = ggml_reshape_2d(ctx, ggml_is_contiguous(drafted) ? drafted : ggml_cont(ctx, drafted), g.n_embd, b.n_drafted * b.n);
 
         ggml_tensor * logits = dflash_logits(g, model, drafted, output, output_s);
-        g.cb(logits, "result_output", -1);
-        ggml_tensor * candidates = ggml_top_k(ctx, logits, (int) k);
-        g.cb(candidates, "dflash2_candidates", -1);
-        ggml_tensor * gate = g.build_lora_mm(model.dflash_selector_hidden, drafted);
+        ggml_tensor * gate   = g.build_lora_mm(model.dflash_selector_hidden, drafted);
+        ggml_tensor * candidates = nullptr;
 
         // logits that would have to move to another device stay where they are
-        if (dflash_same_device(output, model.dflash_selector_prev) && dflash_same_device(output, model.dflash_selector_next)) {
+        if (dflash_same_device(output, model.dflash_selector_prev) && dflash_same_device(output, model.dflash_selector_next) && logits->ne[0] >= k) {
             ggml_dflash_tag tag = {};
             tag.kind      = GGML_DFLASH_LATTICE;
             tag.n_tokens  = (int32_t) b.n_tokens;
             tag.n_drafted = (int32_t) b.n_drafted;
-            table = dflash_node(ctx, g.n_embd, g.n_tokens, { logits, candidates, gate, model.dflash_selector_prev, model.dflash_selector_next, tokens },
+            candidates = ggml_top_k(ctx, logits, (int) k);
+            table      = dflash_node(ctx, g.n_embd, g.n_tokens, { logits, candidates, gate, model.dflash_selector_prev, model.dflash_selector_next, tokens, model.d2t },
                     tag, dflash_device_of(model.dflash_selector_next));
         }
         if (!table) {
-            table = dflash_composite_lattice(g, model, b, logits, candidates, gate, tokens);
+            logits     = model.d2t ? dflash_all_logits(g, model, logits) : logits;
+            candidates = ggml_top_k(ctx, logits, (int) k);
+            table      = dflash_composite_lattice(g, model, b, logits, candidates, gate, tokens);
         }
+        g.cb(logits, "result_output", -1);
+        g.cb(candidates, "dflash2_candidates", -1);
     }
     g.cb(table, "dflash2_lattice", -1);
     res->t_h_nextn = table;

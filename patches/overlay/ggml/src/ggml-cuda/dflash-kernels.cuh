@@ -223,6 +223,7 @@ struct dflash_lattice_args {
     const int32_t * candidates;
     const float   * gate;
     const int32_t * tokens;
+    const int64_t * names;  // tokens of the logits, null if these are all tokens
     float         * dst;
     dflash_codebook predecessors;
     dflash_codebook successors;
@@ -313,6 +314,10 @@ static __device__ __forceinline__ void dflash_load_rows_of(const int type, const
     }
 }
 
+static __device__ __forceinline__ int dflash_token(const dflash_lattice_args & a, const int id) {
+    return a.names != nullptr && (uint32_t) id < (uint32_t) a.n_vocab ? (int) a.names[id] : id;
+}
+
 static __global__ void __launch_bounds__(DFLASH_LATTICE_THREADS) dflash_lattice(const dflash_lattice_args a) {
     DFLASH_SHARED_DYNAMIC(float4, rows);  // k predecessors, then k candidates
     DFLASH_SHARED(int, ids, 2 * DFLASH_LATTICE_MAX_K);
@@ -336,10 +341,11 @@ static __global__ void __launch_bounds__(DFLASH_LATTICE_THREADS) dflash_lattice(
     const int64_t r = (int64_t) (blockIdx.x / a.n_tokens) * a.n_drafted + p - 1;
     for (int i = threadIdx.x; i < k; i += DFLASH_LATTICE_THREADS) {
         const int id = a.candidates[r * a.candidates_stride + i];
-        ids[i]     = p == 1 ? a.tokens[blockIdx.x - 1] : a.candidates[(r - 1) * a.candidates_stride + i];
-        ids[k + i] = id;
+        const int named = dflash_token(a, id);
+        ids[i]     = p == 1 ? a.tokens[blockIdx.x - 1] : dflash_token(a, a.candidates[(r - 1) * a.candidates_stride + i]);
+        ids[k + i] = named;
         unary[i]   = (uint32_t) id < (uint32_t) a.n_vocab ? a.logits[r * a.logits_stride + id] : 0.0f;
-        out[i]     = (float) id;
+        out[i]     = (float) named;
     }
     __syncthreads();
 

@@ -56,6 +56,10 @@ static bool dflash_conv_supported(const ggml_tensor * op, const ggml_dflash_tag 
            ggml_is_contiguous(base) && base->ne[0] == H && base->ne[1] == tag.n_taps && base->ne[2] == 2 && base->ne[3] == 1;
 }
 
+static bool dflash_is_names(const ggml_tensor * t, const int64_t n_vocab) {
+    return t == nullptr || (t->type == GGML_TYPE_I64 && t->ne[0] == n_vocab && ggml_nelements(t) == n_vocab && ggml_is_contiguous(t));
+}
+
 static bool dflash_is_codebook(const ggml_tensor * t, const int64_t rank, const int64_t n_vocab) {
     return t != nullptr && dflash_row_type_of(t->type) != DFLASH_ROW_NONE && t->ne[0] == rank && t->ne[1] >= n_vocab &&
            t->ne[1] <= INT_MAX && t->ne[2] == 1 && t->ne[3] == 1 && t->nb[0] == ggml_type_size(t->type);
@@ -82,7 +86,7 @@ static bool dflash_lattice_supported(const ggml_tensor * op, const ggml_dflash_t
     return dflash_is_matrix(op, GGML_TYPE_F32, op->ne[0], T) && ggml_is_contiguous(op) &&
            dflash_is_matrix(logits, GGML_TYPE_F32, V, R) && dflash_is_matrix(candidates, GGML_TYPE_I32, k, R) &&
            dflash_is_matrix(gate, GGML_TYPE_F32, rank, R) && dflash_is_codebook(op->src[3], rank, V) &&
-           dflash_is_codebook(op->src[4], rank, V) && dflash_is_matrix(tokens, GGML_TYPE_I32, T, 1);
+           dflash_is_codebook(op->src[4], rank, V) && dflash_is_matrix(tokens, GGML_TYPE_I32, T, 1) && dflash_is_names(op->src[6], V);
 }
 
 bool ggml_cuda_dflash_supported(const ggml_tensor * op) {
@@ -140,6 +144,7 @@ static void dflash_lattice_node(const ggml_tensor * dst, const ggml_dflash_tag &
     args.candidates        = (const int32_t *) candidates->data;
     args.gate              = (const float *) gate->data;
     args.tokens            = (const int32_t *) dst->src[5]->data;
+    args.names             = dst->src[6] ? (const int64_t *) dst->src[6]->data : nullptr;
     args.dst               = (float *) dst->data;
     args.predecessors      = dflash_codebook_of(dst->src[3]);
     args.successors        = dflash_codebook_of(dst->src[4]);

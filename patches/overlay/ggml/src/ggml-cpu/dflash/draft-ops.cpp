@@ -152,11 +152,13 @@ void score_row(ggml_tensor * dst, const ggml_dflash_tag & tag, int64_t r, std::v
     const ggml_tensor * predecessors = dst->src[3];
     const ggml_tensor * successors   = dst->src[4];
     const ggml_tensor * tokens       = dst->src[5];
+    const ggml_tensor * names        = dst->src[6];
 
     const int64_t k = candidates->ne[0], rank = gate->ne[0];
     const int64_t block = r / tag.n_drafted, p = r % tag.n_drafted + 1;
 
     const auto ids_of = [&](int64_t row) { return (const int32_t *) ((const char *) candidates->data + row * candidates->nb[1]); };
+    const auto      token  = [&](int32_t id) { return names ? ((const int64_t *) names->data)[id] : (int64_t) id; };
     const int32_t * ids    = ids_of(r);
     const float *   g      = (const float *) ((const char *) gate->data + r * gate->nb[1]);
     const float *   unary  = (const float *) ((const char *) logits->data + r * logits->nb[1]);
@@ -166,13 +168,13 @@ void score_row(ggml_tensor * dst, const ggml_dflash_tag & tag, int64_t r, std::v
     room.resize((k + 1) * rank);
     float * before = room.data() + k * rank;
     for (int64_t c = 0; c < k; c++) {
-        out[c] = (float) ids[c];
-        read_row(successors, ids[c], room.data() + c * rank);
+        out[c] = (float) token(ids[c]);
+        read_row(successors, token(ids[c]), room.data() + c * rank);
     }
     // after the anchor all rows are the same
     const int64_t n_before = p == 1 ? 1 : k;
     for (int64_t j = 0; j < n_before; j++) {
-        const int32_t id = p == 1 ? *(const int32_t *) ((const char *) tokens->data + block * tag.n_tokens * tokens->nb[0]) : ids_of(r - 1)[j];
+        const int64_t id = p == 1 ? *(const int32_t *) ((const char *) tokens->data + block * tag.n_tokens * tokens->nb[0]) : token(ids_of(r - 1)[j]);
         read_row(predecessors, id, before);
         for (int64_t i = 0; i < rank; i++) {
             before[i] *= g[i];
