@@ -92,7 +92,7 @@ hip-check: ## the same for AMD; needs a clang with HIP's headers, but no device
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) patches/hip_check.py $(ARGS)
 
 .PHONY: base-tests
-base-tests: build stock $(VENV)/.test ## llama.cpp's own tests: the server's, then the native ones (hours; ARGS="--ops MUL_MAT")
+base-tests: build stock $(VENV)/.test ## llama.cpp's own tests: the server's, then the native ones (an hour; ARGS="--ops MUL_MAT")
 	@$(PY) -m pytest -m peer -s tests/base
 	@$(PY) patches/base_tests.py $(ARGS) \
 	  --model "$$($(PY) -c 'from dflash_cpp.demo_pair import find_target; print(find_target())')"

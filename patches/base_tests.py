@@ -55,6 +55,9 @@ SHARED = {
     "test-tokenizer-1-llama-spm": "test-tokenizer-1-spm",
 }
 
+# Programs that a test starts besides its own.
+STARTED = {"test-rpc-multi-server": ["ggml-rpc-server"]}
+
 NEEDS_MODEL = ("test-thread-safety", "test-state-restore-fragmented")
 NAMED_MODEL = ("test-model-load-cancel", "test-autorelease", "test-backend-sampler")
 MODEL_VARIABLE = "LLAMACPP_TEST_MODELFILE"
@@ -161,7 +164,9 @@ def run_tests(
 ) -> list[Result]:
     """Build what is needed, then run one test after another."""
     reasons = {test.name: why_not(test.name, model) for test in tests}
-    targets = sorted({test.target for test in tests if not reasons[test.name]})
+    wanted = [test for test in tests if not reasons[test.name]]
+    started = [program for test in wanted for program in STARTED.get(test.name, ())]
+    targets = sorted({*(test.target for test in wanted), *started})
     if targets:
         native.compile_targets(cmake, folder, targets)
     built = {test.name: test for test in list_tests(cmake, folder)}
