@@ -137,6 +137,7 @@ def make_options(
     draft: Path | None,
     shape: str | None,
     kind: str | None,
+    draft_vocab: int | None,
     folder: Path,
     stock: Path | None,
     blocks: str,
@@ -154,6 +155,7 @@ def make_options(
         target, draft: GGUF files; both None for the demo's pair.
         shape: Of `SHAPES`, for random weights instead.
         kind: Of `TYPES`, for the same.
+        draft_vocab: Tokens of the draft's own vocabulary, for the same.
         folder: Where the files of a random pair are or shall be.
         stock: The stock build's dflash-draft-round; None for that of the checkout.
         blocks: Values separated by commas.
@@ -174,7 +176,7 @@ def make_options(
         raise InputError(f"the context is {n_ctx} tokens, expected at least {needed}")
     ours = need_program(PROGRAM)
     program, no_stock = find_stock(stock, PROGRAM)
-    target, draft = _find_files(target, draft, shape, kind, folder, console)
+    target, draft = _find_files(target, draft, shape, kind, draft_vocab, folder, console)
     n_max = block_size(draft) - 1
     if n_draft is not None and n_draft > n_max:
         raise InputError(
@@ -201,19 +203,31 @@ def _find_files(
     draft: Path | None,
     shape: str | None,
     kind: str | None,
+    draft_vocab: int | None,
     folder: Path,
     console: Console,
 ) -> tuple[Path, Path]:
     if shape is None:
         if kind is not None:
             raise InputError("--type is for random weights, expected --shape with it")
+        if draft_vocab is not None:
+            raise InputError(
+                "--draft-vocab is for random weights, expected --shape with it",
+                hint="dflash-convert --draft-vocab makes such a draft from a checkpoint",
+            )
         target, draft = find_pair(target, draft, console, "bench-draft")
     else:
         if target is not None or draft is not None:
             raise InputError("--shape makes a pair, expected no -m and no -md with it")
         _one_of("--shape", shape, tuple(SHAPES))
         kind = _one_of("--type", kind or TYPES[0], TYPES)
-        target, draft = random_pair(shape, kind, folder, console)
+        sizes = SHAPES[shape]
+        if draft_vocab is not None and not sizes.top_k <= draft_vocab <= sizes.vocab:
+            raise InputError(
+                f"--draft-vocab is {draft_vocab}, expected {sizes.top_k} (the candidates) to "
+                f"{sizes.vocab} (the vocabulary)"
+            )
+        target, draft = random_pair(shape, kind, folder, console, draft_vocab or 0)
     if not _libs.gguf_uint32(draft, "dflash.selector_top_k"):
         raise InputError(f"`{draft}` has no candidate selector, expected a DFlash 2 draft")
     return target, draft

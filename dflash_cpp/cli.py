@@ -607,6 +607,10 @@ def bench_draft(
     work_dir: Annotated[
         Path | None, typer.Option("--work-dir", help="Folder to keep them in [not kept].")
     ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option("--draft-vocab", metavar="N", help="Their draft proposes N tokens only."),
+    ] = None,
     stock: Annotated[
         Path | None, typer.Option("--stock", help="Unpatched dflash-draft-round [build/stock].")
     ] = None,
@@ -637,7 +641,8 @@ def bench_draft(
 
     with job.folder_for_pair(work_dir) as folder:
         options = job.make_options(
-            target=model, draft=draft, shape=shape, kind=kind, folder=folder, stock=stock,
+            target=model, draft=draft, shape=shape, kind=kind, draft_vocab=draft_vocab,
+            folder=folder, stock=stock,
             blocks=blocks, n_draft=n_draft, n_prompt=prompt_tokens, n_inject=inject_rows,
             n_ctx=ctx_size, threads=threads, console=console, repeat=repeat,
             n_gpu_layers=n_gpu_layers,

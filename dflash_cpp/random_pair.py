@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
 from pathlib import Path
@@ -61,6 +61,7 @@ class Shape:
     top_k: int = 16
     target_heads: int = 4
     target_ffn: int = 1024
+    draft_vocab: int = 0  # tokens of the draft's own head; 0: the target's head
 
     @property
     def target_layers(self) -> int:
@@ -86,6 +87,7 @@ class Shape:
             "use_sliding_window": True,
             "sliding_window": self.window,
             "is_causal": False,
+            **({"draft_vocab_size": self.draft_vocab} if self.draft_vocab else {}),
             "dflash_config": {
                 "target_layer_ids": list(range(self.inputs)),
                 "mask_token_id": self.vocab - _MASK_FROM_END,
@@ -125,6 +127,19 @@ class _RandomTensor(SourceTensor):
         return values * np.float32(spread)
 
 
+@dataclass(frozen=True)
+class _SpreadIds(SourceTensor):
+    """Tokens evenly spread over the vocabulary, as a checkpoint's `d2t` has them."""
+
+    step: int = 1
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return the tokens less their numbers."""
+        import numpy as np
+
+        return np.arange(start, start + count, dtype=np.int64) * (self.step - 1)
+
+
 @lru_cache(maxsize=1)
 def _pool() -> np.ndarray:
     import numpy as np
@@ -137,7 +152,9 @@ def _tensor(name: str, shape: tuple[int, ...]) -> _RandomTensor:
     return _RandomTensor(name, name, Path(), "F32", shape, offset)
 
 
-def random_pair(shape: str, kind: str, folder: Path, console: Console) -> tuple[Path, Path]:
+def random_pair(
+    shape: str, kind: str, folder: Path, console: Console, draft_vocab: int = 0
+) -> tuple[Path, Path]:
     """Write a random pair, unless it is in the folder already.
 
     Args:
@@ -145,6 +162,7 @@ def random_pair(shape: str, kind: str, folder: Path, console: Console) -> tuple[
         kind: Type of the matrices of both, such as `q8_0`.
         folder: Made if it is not there.
         console: For progress.
+        draft_vocab: Tokens of the draft's own vocabulary; 0 for the target's.
 
     Returns:
         Target and draft.
@@ -154,9 +172,11 @@ def random_pair(shape: str, kind: str, folder: Path, console: Console) -> tuple[
         FailureError: Not enough space.
     """
     sizes, out = SHAPES[shape], out_type(kind)
+    target_stem = f"random-{shape}-{_digest(sizes)}"
+    sizes = replace(sizes, draft_vocab=draft_vocab)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"random-{shape}-{_digest(sizes)}"
-    target = folder / f"{stem}-{out.name.upper()}.gguf"
+    target = folder / f"{target_stem}-{out.name.upper()}.gguf"
     draft = folder / f"dflash-{stem}-{out.name.upper()}.gguf"
     missing = [p for p in (target, draft) if not p.exists()]
     if missing:
@@ -184,6 +204,11 @@ def _checkpoint(sizes: Shape, config: DraftConfig) -> Checkpoint:
         if not rule.optional:
             name = layer_name(rule.source, layer)
             tensors[name] = _tensor(name, tuple(getattr(config, size) for size in rule.shape))
+    if sizes.draft_vocab:
+        head, n = "lm_head.weight", sizes.draft_vocab
+        tensors[head] = _tensor(head, (n, sizes.hidden))
+        step = sizes.vocab // n
+        tensors["d2t"] = _SpreadIds("d2t", "d2t", Path(), "I64", (n,), 0, step=step)
     return Checkpoint(Path("random"), sizes.config, (), tensors)
 
 

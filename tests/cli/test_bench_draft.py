@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 
@@ -221,6 +222,7 @@ def test_the_program_itself(random_pair: tiny.Pair, bin_dir: Path) -> None:
         (["-c", "100"], "the context is 100 tokens, expected at least 112"),
         (["--shape", "real"], "--shape makes a pair, expected no -m and no -md with it"),
         (["--type", "q8_0"], "--type is for random weights, expected --shape with it"),
+        (["--draft-vocab", "99"], "--draft-vocab is for random weights, expected --shape with it"),
         (["--stock", "nowhere"], "`nowhere` does not exist, expected the path of an unpatched"),
         (["-r", "0"], "greater than or equal to 1"),
     ],
@@ -241,6 +243,7 @@ def test_bad_usage(
     [
         (["--shape", "huge"], "--shape is `huge`, expected real or demo-like"),
         (["--shape", "real", "--type", "f64"], "--type is `f64`, expected q8_0 or q4_0"),
+        (["--shape", "real", "--draft-vocab", "9"], "--draft-vocab is 9, expected 16 (the"),
         (["-m", "nowhere.gguf"], "-md DRAFT.gguf is missing"),
         (["-m", "nowhere.gguf", "-md", "d.gguf"], "the target `nowhere.gguf` does not exist"),
     ],
@@ -293,6 +296,26 @@ def test_a_random_pair_is_measured_and_kept(
     assert draft.get("dflash.target_layers") == [1, 2, 3, 4]
     assert target.tensors["token_embd.weight"].shape == (49152, 576)
     assert "output.weight" not in target.tensors
+
+
+@pytest.mark.native
+def test_a_random_draft_with_a_smaller_vocabulary(
+    command: Callable[..., Any], our_library: None, bin_dir: Path, stock_bin_dir: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    given = ["--shape", "demo-like", "--draft-vocab", 4096, "--work-dir", tmp_path, "-t", 1]
+    measured = ["--blocks", "2", "-r", 1, "-c", 256, "--prompt-tokens", 32, "--json"]
+    done = command("bench-draft", *given, *measured)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    base = found["agreement"][0]["base_kernels"]
+    assert base["same"] == base["of"] == 14
+    draft = read_gguf(next(tmp_path.glob("dflash-*.gguf")))
+    assert draft.tensors["output.weight"].shape == (4096, 576)
+    ids = draft.tensors["d2t"]
+    assert (ids.shape, ids.type_name) == ((4096,), "I64")
+    tokens = np.frombuffer(draft.path.read_bytes(), "<i8", 4096, ids.offset)
+    assert tokens.tolist() == list(range(0, 4096 * 12, 12))
 
 
 def test_the_real_shape() -> None:
