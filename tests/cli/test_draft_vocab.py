@@ -222,6 +222,8 @@ def test_an_existing_list_stays(command: Command, target: Path, here: Path) -> N
     assert "`ids` exists" in done.err
     assert "hint: add `--force` to replace it" in done.err
     assert (here / "ids").read_text() == "mine"
+    # before the work: the target has not been looked at
+    assert "`ids` exists" in command(*args, "-m", "no.gguf").err
     assert command(*args, "--force").code == 0
     assert len(listed(here / "ids")[1]) == 9
 
