@@ -239,30 +239,12 @@ def _encode(options: BenchOptions) -> dict[str, list[int]]:
     Raises:
         InputError: The target cannot be loaded, or a prompt cannot be encoded.
     """
-    from . import _libs
-
-    _libs.load()
-    import llama_cpp
-
+    from .opening import open_vocab
     from .text import encode_prompt
 
-    @llama_cpp.llama_log_callback
-    def mute(level: int, text: bytes, user_data: object) -> None:
-        pass
-
-    try:
-        # without weights there is no trained context, which it would warn of
-        llama_cpp.llama_log_set(mute, None)
-        llm = llama_cpp.Llama(str(options.target), vocab_only=True, verbose=False)
-    except ValueError as exc:
-        raise InputError(f"llama.cpp cannot load `{options.target}`: {exc}") from exc
-    finally:
-        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, None)
-    try:
+    with open_vocab(options.target) as llm:
         prompts = [*options.prompts, *options.concurrent_prompts]
         return {p.id: encode_prompt(llm, p.text, chat=options.chat) for p in prompts}
-    finally:
-        llm.close()
 
 
 def _context(options: BenchOptions, tokens: dict[str, list[int]]) -> int:

@@ -426,6 +426,52 @@ def serve_python(context: typer.Context) -> None:
     start(context.args)
 
 
+@app.command("draft-vocab")
+def draft_vocab(
+    model: Model,
+    texts: Annotated[
+        list[Path],
+        typer.Argument(metavar="TEXT", help="Text like what the target writes; .jsonl, too."),
+    ],
+    n_tokens: Annotated[
+        int, typer.Option("-n", "--n-tokens", min=1, help="Tokens to list, the ends included.")
+    ],
+    outfile: Annotated[Path, typer.Option("-o", "--outfile", help="List to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """List the most frequent tokens of texts, for `dflash-convert --draft-vocab`.
+
+    Plain text, or .jsonl with text under text, content, answer, response or messages; an answer
+    may be a list of token ids. Tokens that end a text are always listed.
+    """
+    console = Console(json=json, quiet=quiet, progress=not no_progress)
+    from . import draft_vocab as lister
+
+    total = sum(t.stat().st_size for t in texts if t.is_file())
+    with console.progress("counting", total) as ticker:
+        made = lister.make_list(
+            model, texts, n_tokens, outfile, force=force, on_bytes=ticker.advance
+        )
+    counted = made.counted
+    if len(made.ids) < n_tokens:
+        console.warning(
+            f"only {len(counted.counts):,} different tokens were seen: the list has these and "
+            f"those that end a text, {len(made.ids):,} in all, not {n_tokens:,}"
+        )
+    rows = [(f"{n:,}", f"{100 * share:.2f} %") for n, share in made.coverage()]
+    console.table(("tokens", "covered"), rows, right=("tokens", "covered"))
+    console.text(
+        f"counted {counted.total:,} tokens, {len(counted.counts):,} different ones of "
+        f"{counted.vocab:,}; wrote {len(made.ids):,} to {outfile}"
+    )
+    console.text(f"next: dflash-convert CHECKPOINT --target {model} --draft-vocab {outfile}")
+    console.result(outfile)
+    console.json(made.to_json())
+
+
 @app.command()
 def info(json: Json = False) -> None:
     """Show versions, the llama.cpp base, backends, devices and where the libraries are."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dflash_convert.errors import DFlashError, FailureError, InputError
 
 if TYPE_CHECKING:
+    from llama_cpp import Llama
+
     from .llama import DFlashLlama
 
 DEFAULT_CONTEXT = 4096
@@ -135,3 +139,35 @@ def open_pair(options: PairOptions, *, speculate: bool = True) -> DFlashLlama:
                 f"no context of {options.n_ctx} tokens for `{options.model}`: {exc}", hint=hint
             ) from exc
         raise InputError(f"llama.cpp cannot load `{options.model}`: {exc}", hint=hint) from exc
+
+
+@contextmanager
+def open_vocab(model: Path) -> Iterator[Llama]:
+    """Open a target's vocabulary and metadata, without weights.
+
+    Raises:
+        InputError: The file is missing or damaged.
+        FailureError: No native libraries.
+    """
+    need_file(model, "target")
+    from . import _libs
+
+    _libs.load()
+    import llama_cpp
+
+    @llama_cpp.llama_log_callback
+    def mute(level: int, text: bytes, user_data: object) -> None:
+        pass
+
+    try:
+        # without weights there is no trained context, which it would warn of
+        llama_cpp.llama_log_set(mute, None)
+        llm = llama_cpp.Llama(str(model), vocab_only=True, verbose=False)
+    except ValueError as exc:
+        raise InputError(f"llama.cpp cannot load `{model}`: {exc}") from exc
+    finally:
+        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, None)
+    try:
+        yield llm
+    finally:
+        llm.close()

@@ -52,9 +52,12 @@ def source_tensors(checkpoint: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 def gguf_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """Type and float32 values of every tensor, by gguf's own reader."""
+    """Type and float32 values (ids as they are) of every tensor, by gguf's own reader."""
     return {
-        t.name: (t.tensor_type.name, gguf.quants.dequantize(t.data, t.tensor_type))
+        t.name: (
+            t.tensor_type.name,
+            t.data if t.name == "d2t" else gguf.quants.dequantize(t.data, t.tensor_type),
+        )
         for t in gguf.GGUFReader(path).tensors
     }
 

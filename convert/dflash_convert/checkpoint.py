@@ -62,6 +62,11 @@ class SourceTensor:
         """Elements of the innermost dimension."""
         return self.shape[-1] if self.shape else 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.elements * int(STORED[self.dtype][2])
+
     def read(self, start: int, count: int) -> np.ndarray:
         """Read `count` elements from element `start` on, as stored (bfloat16 as uint16).
 
@@ -148,6 +153,11 @@ def open_weights(path: Path, *, partial: bool = False) -> list[SourceTensor]:
         InputError: No safetensors, or a damaged file or index.
     """
     return list(_read_files(*_weight_files(path, partial)))
+
+
+def indexed_names(path: Path) -> set[str]:
+    """Return the tensors that the index of a directory names; none without an index."""
+    return set(_weight_files(path, partial=True)[1] or ())
 
 
 def _read_files(files: list[Path], index: dict[str, str] | None) -> Iterator[SourceTensor]:

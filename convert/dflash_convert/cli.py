@@ -118,6 +118,14 @@ def convert_command(
             f"repeated, the last match wins. Types: {', '.join(TENSOR_TYPES)}.",
         ),
     ] = None,
+    draft_vocab: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Ids of the tokens that the draft may propose, one a line or a JSON list: the "
+            "file gets a head with their rows alone (`dflash-cpp draft-vocab` makes lists).",
+        ),
+    ] = None,
     outfile: Annotated[
         Path | None,
         typer.Option(
@@ -174,6 +182,7 @@ def convert_command(
         causal=causal,
         ignore_keys=tuple(ignore_key or ()),
         tensor_types=tuple(tensor_type or ()),
+        draft_vocab=draft_vocab,
         threads=threads,
         console=console,
     )
@@ -191,6 +200,12 @@ def convert_command(
         f"DFlash {config.version} draft, block {config.block_size}, "
         f"{result.plan.parameters:,} weights, {result.outtype} ({types}); from the target: {shared}"
     )
+    if result.draft_vocab is not None:
+        rows = result.head_rows_from
+        console.text(
+            f"drafts {result.draft_vocab:,} of {config.vocab:,} tokens"
+            + (f"; their rows of the target's `{rows}` are in the file" if rows else "")
+        )
     verb = "would write" if dry_run else "wrote and verified"
     console.text(f"{verb} {result.path} ({human_bytes(result.size)}, {result.seconds:.1f} s)")
     if not dry_run:
@@ -230,6 +245,7 @@ def inspect_command(
     console.json(data)
     console.text(
         f"{data['path']}: {data['kind']}, architecture {data['architecture'] or 'unknown'}"
+        + _reduced(data["draft_vocab"], data["vocab"])
     )
     console.table(
         ("key", "type", "value"),
@@ -259,6 +275,13 @@ def inspect_command(
     console.result(data["kind"])
 
 
+def _reduced(draft_vocab: int | None, vocab: int | None) -> str:
+    """What follows the kind of a draft that can propose some tokens only."""
+    if draft_vocab is None:
+        return ""
+    return f", drafts {draft_vocab:,} of {'?' if vocab is None else format(vocab, ',')} tokens"
+
+
 def _shown(key: dict[str, Any]) -> str:
     value = key["value"]
     text = ", ".join(map(repr, value)) if isinstance(value, list) else str(value)
@@ -277,15 +300,25 @@ def check_command(
 ) -> None:
     """Check whether a draft fits a target; exit 1 when it does not."""
     console = Console(json=json, quiet=quiet)
+    from .inspection import vocab_sizes
     from .pair import pair_report
 
     reasons, warnings = pair_report(target, draft)
+    vocab, draft_vocab = vocab_sizes(draft)
     for warning in warnings:
         console.warning(warning)
-    console.json({"fits": not reasons, "reasons": reasons, "warnings": warnings})
+    console.json(
+        {
+            "fits": not reasons,
+            "reasons": reasons,
+            "warnings": warnings,
+            "vocab": vocab,
+            "draft_vocab": draft_vocab,
+        }
+    )
     console.result("no" if reasons else "yes")
     if not reasons:
-        console.text(f"{draft} fits {target}")
+        console.text(f"{draft} fits {target}{_reduced(draft_vocab, vocab)}")
         return
     console.text(f"{draft} does not fit {target}:")
     for reason in reasons:

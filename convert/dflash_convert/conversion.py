@@ -11,12 +11,13 @@ from typing import Any
 from .checkpoint import open_checkpoint
 from .config import DraftConfig, read_config
 from .console import Console
+from .draft_vocab import Rows, with_draft_vocab
 from .errors import InputError
 from .hub import fetch_draft, fetch_shards, fetch_target
 from .keys import load_json
 from .mask_embedding import with_mask_embedding
 from .naming import Names, output_path
-from .plan import Plan, build_plan
+from .plan import Plan, build_plan, require_pair
 from .scan import scan
 from .target import read_target
 from .tensor_types import AUTO, out_type
@@ -59,6 +60,18 @@ class ConvertResult:
         own_head = "output.weight" in names or not embedding
         return embedding + (() if own_head else ("output head",))
 
+    @property
+    def draft_vocab(self) -> int | None:
+        """Number of tokens that the draft can propose, None for all of the target's."""
+        reduced = any(t.name == "d2t" for t in self.plan.tensors)
+        return self.plan.config.draft_vocab if reduced else None
+
+    @property
+    def head_rows_from(self) -> str | None:
+        """Tensor of the target whose rows the file carries as its head, None if it has no such."""
+        sources = (t.source for t in self.plan.tensors)
+        return next((s.raw_name for s in sources if isinstance(s, Rows) and s.borrowed), None)
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready data."""
         return {
@@ -71,6 +84,9 @@ class ConvertResult:
             "version": self.plan.config.version,
             "parameters": self.plan.parameters,
             "shared_with_target": list(self.shared),
+            "vocab": self.plan.config.vocab,
+            "draft_vocab": self.draft_vocab,
+            "head_rows_from_target": self.head_rows_from,
             "source_sha256": self.source_sha256,
             "skipped": list(self.plan.skipped),
             "warnings": list(self.warnings),
@@ -100,6 +116,7 @@ def convert(
     causal: bool | None = None,
     ignore_keys: tuple[str, ...] = (),
     tensor_types: Sequence[str] = (),
+    draft_vocab: Path | str | None = None,
     threads: int | None = None,
     console: Console | None = None,
 ) -> ConvertResult:
@@ -120,6 +137,8 @@ def convert(
         ignore_keys: Unknown keys of `dflash_config` to accept.
         tensor_types: Rules `REGEX=TYPE` for the types of single tensors, searched in their GGUF
             names; of those that match the last decides.
+        draft_vocab: File with the ids of the tokens that the draft may propose, see
+            `draft_vocab.read_ids`; the file written has a head for these alone. None for all.
         threads: Number of threads; None for one per usable core.
         console: For progress; None is silent.
 
@@ -163,12 +182,21 @@ def convert(
         if target_repo is not None:
             fetch_shards(target_repo, tensors, progress=progress)
 
+    inputs = [model.path, *source.files]
+    notes = []
+    if draft_vocab is not None:
+        require_pair(source, config, model)  # before ids and rows are taken for another target's
+        listed = Path(draft_vocab)
+        source, config, note = with_draft_vocab(source, config, model, listed, fetch)
+        inputs.append(listed)
+        notes.append(note)
     source, note = with_mask_embedding(source, config, model, fetch)
+    notes.append(note)
     plan = build_plan(source, config, model, outtype, strict, tensor_types)
-    names = Names(source.path, model, repo)
+    names = Names(source.path, model, repo, None if draft_vocab is None else config.draft_vocab)
     path = output_path(None if outfile is None else Path(outfile), names, plan.out)
     check_output(path, force=force, nbytes=plan.nbytes)
-    if path.exists() and any(path.samefile(p) for p in (model.path, *source.files)):
+    if path.exists() and any(path.samefile(p) for p in inputs):
         raise InputError(f"`{path}` is an input of this conversion, expected another name")
 
     with console.progress("checking", plan.source_nbytes) as ticker:
@@ -182,7 +210,7 @@ def convert(
             with console.progress("verifying", plan.nbytes) as ticker:
                 verify(plan, part, ticker, checksums, threads)
             size = part.stat().st_size
-    warnings = (*plan.warnings, *names.warnings, *([note] if note else []))
+    warnings = (*plan.warnings, *names.warnings, *filter(None, notes))
     if model.file.truncated_tensors():
         warnings += (f"the target `{target}` is cut off: download it again before using it",)
     return ConvertResult(

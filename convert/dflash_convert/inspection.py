@@ -7,6 +7,7 @@ from typing import Any
 
 from .gguf_file import ARRAY, STRING, Field, GgufFile, read_gguf
 from .schema import ARCH, DRAFT_GGUF_ARCHITECTURES
+from .target import TOKENS_KEY
 
 # Longer arrays and texts are shown by their beginning.
 _ITEMS = 8
@@ -20,7 +21,8 @@ def inspect_file(path: Path | str) -> dict[str, Any]:
         `path`, `size` (bytes), `architecture`, `kind` (such as `DFlash 2 draft`), `parameters`,
         `keys` (name, type, value, and `count` where an array is shortened), `tensors` (name, shape
         outermost first, type, bytes or None for an unknown type), `types` (tensors, weights and
-        bytes by type), `truncated` (tensors beyond the end of the file).
+        bytes by type), `truncated` (tensors beyond the end of the file), `vocab` (tokens, None
+        without a tokenizer), `draft_vocab` (tokens that a draft can propose, None for all).
 
     Raises:
         InputError: Not a readable GGUF.
@@ -36,12 +38,15 @@ def inspect_file(path: Path | str) -> dict[str, Any]:
         entry["tensors"] += 1
         entry["parameters"] += info.elements
         entry["bytes"] += info.nbytes or 0
+    vocab, draft_vocab = _vocab_sizes(file)
     return {
         "path": str(file.path),
         "size": file.size,
         "gguf_version": file.version,
         "architecture": file.architecture,
         "kind": _kind(file),
+        "vocab": vocab,
+        "draft_vocab": draft_vocab,
         "parameters": sum(t.elements for t in file.tensors.values()),
         "keys": [{"name": name, **describe_field(field)} for name, field in file.fields.items()],
         "tensors": tensors,
@@ -62,6 +67,21 @@ def _kind(file: GgufFile) -> str:
         return "draft of another kind"
     kind = file.get("general.type", "model")
     return "model" if kind == "model" else str(kind)
+
+
+def vocab_sizes(path: Path | str) -> tuple[int | None, int | None]:
+    """Return the tokens of a GGUF and those that a draft can propose, None for all.
+
+    Raises:
+        InputError: Not a readable GGUF.
+    """
+    return _vocab_sizes(read_gguf(path))
+
+
+def _vocab_sizes(file: GgufFile) -> tuple[int | None, int | None]:
+    tokens, ids = file.fields.get(TOKENS_KEY), file.tensors.get("d2t")
+    vocab = tokens.count if tokens is not None and tokens.type == ARRAY else None
+    return vocab, None if ids is None or file.architecture != ARCH else ids.elements
 
 
 def describe_field(field: Field) -> dict[str, Any]:

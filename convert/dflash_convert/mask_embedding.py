@@ -8,7 +8,6 @@ it otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -20,20 +19,17 @@ from .checkpoint import (
     STORED,
     Checkpoint,
     SourceTensor,
-    open_weights,
     read_header,
 )
 from .config import DraftConfig
 from .errors import InputError
 from .quantize import to_f32
 from .target import Target
+from .target_tensors import EMBEDDING, HEAD, Fetch, in_directory, in_gguf
 
 if TYPE_CHECKING:
     import numpy as np
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-# Names in a target's checkpoint: plain, and inside of a model with vision.
-_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _ENTRIES = ("mask_embedding", "embedding")
 
 
@@ -83,7 +79,7 @@ def with_mask_embedding(
     checkpoint: Checkpoint,
     config: DraftConfig,
     target: Target,
-    fetch: Callable[[tuple[str, ...]], None] | None = None,
+    fetch: Fetch | None = None,
 ) -> tuple[Checkpoint, str | None]:
     """Give a draft the table and the head that its mask embedding needs.
 
@@ -218,13 +214,11 @@ def _read_pt(path: Path) -> tuple[np.ndarray, Any]:
 # --- the target's tensors -------------------------------------------------------------------------
 
 
-def _borrow(
-    target: Target, name: str, dtype: str, fetch: Callable[[tuple[str, ...]], None] | None
-) -> SourceTensor:
+def _borrow(target: Target, name: str, dtype: str, fetch: Fetch | None) -> SourceTensor:
     """Return the target's embedding or head (which is the embedding when they are tied)."""
     wanted = (name,) if name == EMBEDDING else (HEAD, EMBEDDING)
     found = (
-        _from_directory(target, wanted, fetch)
+        in_directory(target, wanted, fetch)
         if target.is_directory
         else _from_gguf(target, wanted, dtype)
     )
@@ -238,8 +232,7 @@ def _borrow(
 
 
 def _from_gguf(target: Target, wanted: tuple[str, ...], dtype: str) -> SourceTensor | None:
-    names = {EMBEDDING: "token_embd.weight", HEAD: "output.weight"}
-    info = next((i for n in wanted if (i := target.file.tensors.get(names[n])) is not None), None)
+    info = in_gguf(target, wanted)
     if info is None:
         return None
     plain = {"F32": "F32", "F16": "F16", "BF16": "BF16"}.get(info.type_name)
@@ -249,13 +242,3 @@ def _from_gguf(target: Target, wanted: tuple[str, ...], dtype: str) -> SourceTen
     if info.nbytes is None:
         raise InputError(f"`{info.name}` in `{target.path}` has the unknown type {info.type_name}")
     return _Dequantised(*place, dtype, info.shape, info.offset, type_id=info.type_id)
-
-
-def _from_directory(
-    target: Target, wanted: tuple[str, ...], fetch: Callable[[tuple[str, ...]], None] | None
-) -> SourceTensor | None:
-    names = tuple(prefix + name for name in wanted for prefix in _PREFIXES)
-    if fetch is not None:
-        fetch(names)
-    tensors = {t.raw_name: t for t in open_weights(target.path, partial=True)}
-    return next((tensors[n] for n in names if n in tensors), None)

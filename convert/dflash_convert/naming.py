@@ -29,12 +29,21 @@ class Names:
     target's number of weights: a draft is named after its target, and the rules distrust a `27B`
     in the name of a model with 1.9 billion.
 
+    Args:
+        draft_vocab: Number of tokens that a list leaves to the draft; None for all.
+
     Attributes:
         metadata: `gguf.Metadata`.
         warnings: Sentences worth showing.
     """
 
-    def __init__(self, checkpoint: Path, target: Target, repo: HubModel | None = None):
+    def __init__(
+        self,
+        checkpoint: Path,
+        target: Target,
+        repo: HubModel | None = None,
+        draft_vocab: int | None = None,
+    ):
         from gguf import Metadata, size_label
 
         self._repo = repo
@@ -56,6 +65,10 @@ class Names:
             self.metadata.size_label = size_label(target.parameters, target.parameters, 0, 0)
         if not self.metadata.base_models:
             self.metadata.base_models = [_base_model(target)]
+        if draft_vocab is not None:
+            # Beside the file with the whole vocabulary this is another variant of the same draft.
+            finetune = (self.metadata.finetune, f"vocab{draft_vocab}")
+            self.metadata.finetune = "-".join(str(part) for part in finetune if part)
 
     def _name_after(self, repo: HubModel, directory: Path, parameters: int) -> None:
         """Redo the guesses: the directory in the cache is called after a commit."""

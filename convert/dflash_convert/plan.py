@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import FLOATS, STORED, Checkpoint, SourceTensor
+from .checkpoint import FLOATS, Checkpoint, SourceTensor
 from .config import DraftConfig
+from .draft_vocab import Rows
 from .errors import InputError, shorten
 from .gguf_file import Field
 from .mix import Draft, TypeRule, check_rules, choose, parse_rules
 from .pair import DraftFacts, mismatches
-from .quantize import require_routines
+from .quantize import is_copy, require_routines
 from .rope import llama3_factors
 from .schema import (
     KEYS,
@@ -110,11 +111,7 @@ class Plan:
     @property
     def source_nbytes(self) -> int:
         """Bytes of all tensors of the checkpoint that are read."""
-        return sum(
-            t.source.elements * int(STORED[t.source.dtype][2])
-            for t in self.tensors
-            if t.source is not None
-        )
+        return sum(t.source.nbytes for t in self.tensors if t.source is not None)
 
     @property
     def parameters(self) -> int:
@@ -141,20 +138,20 @@ def build_plan(
         InputError: The checkpoint and the target do not fit, or tensors are missing, unknown or
             of the wrong shape or type: all of them listed. A type cannot be written.
     """
-    _require_fit(checkpoint, config, target)
+    require_pair(checkpoint, config, target)
     problems, matched, skipped = _match(checkpoint, config)
     problems += _head_problems(matched, config)
     if problems:
         raise InputError(
             f"the tensors of `{checkpoint.path}` do not match its config", problems=problems
         )
-    out = _out_type(outtype, [s for r, _, s in matched if r.kind == "matrix"])
+    out = _out_type(outtype, [s for r, _, s in matched if r.kind == "matrix" and not _borrowed(s)])
     tensors = _planned(matched, out, parse_rules(tensor_types), config)
     if config.rope.llama3 is not None:
         dimensions = config.rope.dimensions or config.head_dim
         factors = llama3_factors(config.rope.llama3, config.rope.theta, dimensions)
         tensors.append(PlannedTensor("rope_freqs.weight", factors.shape, _F32, values=factors))
-    require_routines({t.out for t in tensors})
+    require_routines({t.out for t in tensors if not _is_copied(t)})
     warnings = list(config.warnings)
     fallbacks = _fallback_sentences(tensors)
     ignored = [f"config keys without effect: {', '.join(config.ignored)}"] if config.ignored else []
@@ -177,7 +174,12 @@ def build_plan(
     )
 
 
-def _require_fit(checkpoint: Checkpoint, config: DraftConfig, target: Target) -> None:
+def require_pair(checkpoint: Checkpoint, config: DraftConfig, target: Target) -> None:
+    """Check that a checkpoint fits its target.
+
+    Raises:
+        InputError: Listing the reasons why it does not.
+    """
     facts = DraftFacts(
         hidden=config.hidden,
         vocab=config.vocab,
@@ -246,7 +248,7 @@ def _tensor_problems(rule: TensorRule, tensor: SourceTensor, config: DraftConfig
             f"`{tensor.raw_name}` is {_shape(tensor.shape)}, expected {_shape(expected)} ({names})"
         )
     allowed = ("I64", "I32") if rule.kind == "ids" else FLOATS
-    if tensor.dtype not in allowed:
+    if tensor.dtype not in allowed and _kept_type(tensor) is None:
         problems.append(
             f"`{tensor.raw_name}` has type {tensor.dtype}, expected {' or '.join(allowed)}"
         )
@@ -285,22 +287,39 @@ def _planned(
     matched: list[Matched], out: FileType, rules: tuple[TypeRule, ...], config: DraftConfig
 ) -> list[PlannedTensor]:
     names = [layer_name(rule.target, layer) for rule, layer, _ in matched]
-    matrices = [n for n, (rule, *_) in zip(names, matched, strict=True) if rule.kind == "matrix"]
+    matrices = [
+        name
+        for name, (rule, _, source) in zip(names, matched, strict=True)
+        if rule.kind == "matrix" and _kept_type(source) is None
+    ]
     check_rules(rules, matrices, [n for n in names if n not in matrices])
-    draft = Draft(config.layers, config.heads // config.kv_heads, "output.weight" in matrices)
+    draft = Draft(config.layers, config.heads // config.kv_heads, "output.weight" in names)
     tensors = []
     for name, (rule, _, source) in zip(names, matched, strict=True):
         if rule.kind == "ids":
             ids = _absolute_ids(source, config.vocab)
             tensors.append(PlannedTensor(name, source.shape, IDS_TYPE, source, ids))
             continue
-        wanted = written = _F32
-        if rule.kind == "matrix":
+        wanted = written = _kept_type(source) or _F32
+        if name in matrices:
             wanted, written = choose(name, source.row, out, draft, rules)
         head_dim = config.head_dim if rule.per_head and config.interleaved else None
         fallback = wanted if wanted is not written else None
         tensors.append(PlannedTensor(name, source.shape, written, source, None, head_dim, fallback))
     return tensors
+
+
+def _borrowed(source: SourceTensor) -> bool:
+    return isinstance(source, Rows) and source.borrowed
+
+
+def _kept_type(source: SourceTensor) -> TensorType | None:
+    """The type of rows that are copied from a GGUF as they are."""
+    return source.kept if isinstance(source, Rows) else None
+
+
+def _is_copied(tensor: PlannedTensor) -> bool:
+    return tensor.source is not None and is_copy(tensor.source.dtype, tensor.out)
 
 
 def _fallback_sentences(tensors: list[PlannedTensor]) -> list[str]:
