@@ -21,6 +21,9 @@ CHECKPOINT = Path("models") / "smollm2-135m-dflash2"
 # target types the demo knows -> type of the draft beside it
 TYPES = {"Q8_0": "q8_0", "F16": "f16", "F32": "f32", "Q4_0": "q8_0"}
 
+# of a checkpoint: the tokens that its draft proposes, see `dflash-convert --draft-vocab`
+DRAFT_VOCAB = "draft_vocab.txt"
+
 _HASH_CHARACTERS = 10
 
 
@@ -102,25 +105,34 @@ def requantise(source: Path, kind: str, folder: Path) -> tuple[Path, bool]:
 def convert_draft(checkpoint: Path, target: Path, kind: str, folder: Path) -> tuple[Path, bool]:
     """Convert the draft checkpoint for `target`, unless it is there already.
 
+    With `draft_vocab.txt` in the checkpoint the draft gets a head of its own, with rows of the
+    target's.
+
     Returns:
         The file, and whether it was written now.
     """
     parts = sorted(p for p in checkpoint.iterdir() if p.suffix in (".json", ".safetensors"))
     if not parts:
         raise InputError(f"`{checkpoint}` holds no checkpoint, expected config.json and weights")
-    out = folder / f"dflash-{checkpoint.name}-{_digest(parts)}-{kind.upper()}.gguf"
+    listed = checkpoint / DRAFT_VOCAB
+    draft_vocab = listed if listed.is_file() else None
+    # the file holds rows of this very target then
+    of = _digest([*parts, listed], target.name) if draft_vocab else _digest(parts)
+    out = folder / f"dflash-{checkpoint.name}-{of}-{kind.upper()}.gguf"
     if out.exists():
         return out, False
     from dflash_convert import convert
 
     folder.mkdir(parents=True, exist_ok=True)
-    convert(checkpoint, target=target, outtype=kind, outfile=out, force=True)
+    convert(
+        checkpoint, target=target, outtype=kind, outfile=out, force=True, draft_vocab=draft_vocab
+    )
     return out, True
 
 
-def _digest(files: list[Path]) -> str:
+def _digest(files: list[Path], more: str = "") -> str:
     """Return a short hash of the files' contents, for names of cached results."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(more.encode())
     for path in files:
         with path.open("rb") as stream:
             while chunk := stream.read(1 << 20):

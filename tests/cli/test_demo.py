@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from bigram import Bigram
 
 from dflash_convert.errors import FailureError, InputError
+from dflash_convert.gguf_file import read_gguf
 from dflash_cpp import demo_pair
 from dflash_cpp.demo import FULL, QUICK, make_options
 from dflash_cpp.machine import busy_share
@@ -103,6 +105,25 @@ def test_files_are_written_once(pair: Bigram, bin_dir: Path, tmp_path: Path) -> 
         stream.seek(-4, os.SEEK_END)
         stream.write(b"\0\0\0\0")
     assert demo_pair.requantise(other, "F16", tmp_path)[0] != target
+
+
+@pytest.mark.native
+def test_a_list_of_tokens_in_the_checkpoint_is_used(
+    pair: Bigram, bin_dir: Path, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(pair.checkpoint, tmp_path / "checkpoint")
+    (checkpoint / demo_pair.DRAFT_VOCAB).write_text("".join(f"{i}\n" for i in range(0, 200, 2)))
+    drafts = []
+    for kind in ("F16", "Q8_0"):  # the draft's rows are this target's
+        target, _ = demo_pair.requantise(pair.target, kind, tmp_path)
+        draft, new = demo_pair.convert_draft(checkpoint, target, "f16", tmp_path)
+        assert new
+        assert demo_pair.convert_draft(checkpoint, target, "f16", tmp_path) == (draft, False)
+        tensors = read_gguf(draft).tensors
+        assert tensors["d2t"].shape == (100,)
+        assert tensors["output.weight"].type_name == kind
+        drafts.append(draft)
+    assert len(set(drafts)) == 2
 
 
 @pytest.mark.native
