@@ -116,10 +116,12 @@ def with_draft_vocab(
     """
     import numpy as np
 
-    if IDS in checkpoint.tensors or config.draft_vocab != config.vocab:
+    present = checkpoint.tensors.get(IDS)
+    if present is not None or config.draft_vocab != config.vocab:
+        size = config.draft_vocab if present is None else present.elements
         raise InputError(
-            f"the draft `{checkpoint.path}` has a reduced vocabulary already ({config.draft_vocab} "
-            f"of {config.vocab} tokens), expected one with the target's",
+            f"the draft `{checkpoint.path}` has a reduced vocabulary already ({size} of "
+            f"{config.vocab} tokens), expected one with the target's",
             hint="leave `--draft-vocab` out",
         )
     ids = np.array(read_ids(path, config.vocab, config.top_k or 1), np.int64)
@@ -129,7 +131,7 @@ def with_draft_vocab(
         raise InputError(
             f"the head `{head.raw_name}` in `{head.file}` is {found}, expected {config.vocab} x "
             f"{config.hidden}: the draft's tokens and hidden size",
-            hint="give the target that the draft was trained for",
+            hint="give the target that the draft was trained for" if head.borrowed else None,
         )
     rows = replace(head, name=HEAD, shape=(len(ids), config.hidden), numbers=ids)
     listed = _Listed(IDS, path.name, path, "I64", ids.shape, 0, values=ids - np.arange(len(ids)))

@@ -295,10 +295,13 @@ def test_drafts_that_cannot_be_reduced(small: Make, small_target: Path, ids: Pat
     message = refused(small("b", **reduced), small_target, ids)
     assert "has a reduced vocabulary already (50 of 300 tokens)" in message
     assert "leave `--draft-vocab` out" in message
+    reduced.pop("config_overrides")  # the tensor alone says so, too
+    assert "(50 of 300 tokens)" in refused(small("d", **reduced), small_target, ids)
     short = {"lm_head.weight": np.ones((299, 32), np.float32)}
     message = refused(small("c", tensors=short), small_target, ids)
     assert "the head `lm_head.weight`" in message
     assert "is 299 x 32, expected 300 x 32" in message
+    assert message.endswith("; None")  # no other target would help
 
 
 def test_targets_without_usable_head(
