@@ -26,6 +26,11 @@ struct dflash_speculative_impl : public common_speculative_impl {
     int64_t n_invalid       = 0;
     int64_t t_round         = 0; // when the latest draft was ready, microseconds; 0: nothing to time
 
+    // a verification whose tokens are being sampled and accepted
+    int32_t n_rows_pass     = 0; // 0: none
+    int64_t t_pass_begin    = 0; // microseconds
+    int64_t t_pass_end      = 0;
+
     dflash_speculative_impl(const common_params_speculative & params_spec, uint32_t n_seq)
         : common_speculative_impl(COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH, n_seq, params_spec.draft.n_max)
         , params(params_spec.draft)
@@ -58,10 +63,20 @@ struct dflash_speculative_impl : public common_speculative_impl {
         if (seq_id < 0 || seq_id >= (llama_seq_id) n_seq || prompt.empty()) {
             return;
         }
+        tell_pass(false);
         drafter->pace.restart(seq_id);
         if (drafter->pos_next(seq_id) == 0) {
             LOG_DBG("draft-dflash: sequence %d starts without features of its prompt of %zu tokens\n", seq_id, prompt.size());
         }
+    }
+
+    // A round also costs what follows the pass: every row is sampled, and what was not accepted is taken back. It ends where the next
+    // round begins at once; else only the pass is counted, as nobody knows what the time after it went into.
+    void tell_pass(bool next_round) {
+        if (n_rows_pass > 0) {
+            drafter->pace.verified(n_rows_pass, 1e-3 * (double) ((next_round ? ggml_time_us() : t_pass_end) - t_pass_begin));
+        }
+        n_rows_pass = 0;
     }
 
     void warn_lost(const char * reason) {
@@ -78,10 +93,13 @@ struct dflash_speculative_impl : public common_speculative_impl {
 
         // the pass was the verification of the latest drafts if it has their rows; slots that cannot draft may have joined
         // with a row each, a piece of a prompt would be another kind of work
+        tell_pass(false);
         const int32_t n_rows = drafter->pace.n_rows();
         if (t_round > 0 && batch.size() >= n_rows && batch.size() < n_rows + (int32_t) n_seq) {
             llama_synchronize(params.ctx_tgt);
-            drafter->pace.verified(batch.size(), 1e-3 * (double) (ggml_time_us() - t_round));
+            n_rows_pass  = batch.size();
+            t_pass_begin = t_round;
+            t_pass_end   = ggml_time_us();
         }
         t_round = 0;
 
@@ -133,6 +151,7 @@ struct dflash_speculative_impl : public common_speculative_impl {
             }
             requests.push_back(std::move(req));
         }
+        tell_pass(!requests.empty());
         if (requests.empty()) {
             return;
         }

@@ -64,7 +64,7 @@ public:
     // rows that the round verifies as decided: one per sequence and the drafted tokens
     int32_t n_rows() const { return rows; }
 
-    // what the target's pass over n_rows rows has cost
+    // what the target's pass over n_rows rows has cost, sampling included
     void verified(int32_t n_rows, double ms);
 
     // how many drafted tokens of this sequence were accepted, of `n_verified` (at most the block's n) that were verified

@@ -315,7 +315,8 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
     block.push_back(id_last);
     block.insert(block.end(), req.tokens.begin(), req.tokens.end());
 
-    int64_t t_us = ggml_time_us();
+    const int64_t t_round = ggml_time_us();
+    int64_t t_us = t_round;
     if (rewind == DFLASH_REWIND_CHECKPOINT && n_drafted > 0) {
         ckpt.resize(llama_state_seq_get_size_ext(ctx, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
         if (llama_state_seq_get_data_ext(ctx, ckpt.data(), ckpt.size(), 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != ckpt.size()) {
@@ -327,8 +328,7 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
         ckpt_pos = -1;
     }
     decode(block.data(), (int32_t) block.size(), n_past, true);
-    const double ms_verify = dflash_ms_since(t_us);
-    stats.t_verify_ms += ms_verify;
+    stats.t_verify_ms += dflash_ms_since(t_us);
 
     t_us = ggml_time_us();
     n_accepted = (int32_t) dflash_verify_match(req.tokens.data(), req.tokens.size(), DFLASH_EOG_STOP,
@@ -337,7 +337,7 @@ void dflash_session::step(llama_sampler * sampler, llama_token id_last, int32_t 
             text);
     stats.t_sample_ms += dflash_ms_since(t_us);
     if (paced) {
-        drafter->pace.verified((int32_t) block.size(), ms_verify);
+        drafter->pace.verified((int32_t) block.size(), dflash_ms_since(t_round));
         drafter->pace.accepted(0, n_accepted, n_drafted);
     }
 
