@@ -11,10 +11,12 @@ round; a round that reaches the answer's end counts what was there.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from export import load_run
@@ -81,6 +83,17 @@ def blocks(
     return anchors, hidden.float(), logits.float()
 
 
+def confidences(
+    draft: Draft, hidden: Tensor, logits: Tensor, anchor: Tensor, path: Tensor, candidates: Tensor
+) -> Tensor:
+    """Probability of the likeliest candidate at each position of the path [M, length]."""
+    score = logits.gather(-1, candidates)
+    if draft.candidate_selector is not None:
+        previous = torch.cat([anchor[:, None], path[:, :-1]], 1)
+        score = score + draft.candidate_selector.bonus(hidden, previous, candidates).float()
+    return score.softmax(-1).amax(-1)
+
+
 def agreement(
     draft: Draft, hidden: Tensor, logits: Tensor, ids: Tensor, anchors: Tensor, logp: Tensor
 ) -> Tensor:
@@ -130,8 +143,14 @@ def evaluate(
     length: int,
     bf16: bool,
     every: int = 1,
+    trace: TextIO | None = None,
 ) -> dict:
-    """Totals by class (and "all") over each `every`-th answer: rounds, tokens, hits by position."""
+    """Totals by class (and "all") over each `every`-th answer: rounds, tokens, hits by position.
+
+    trace: gets a line with class and number of anchors for each answer, and a line for each anchor:
+    drafted tokens that would be accepted, and the confidence (the likeliest candidate's
+    probability) at each position of the path.
+    """
     meta = safe_open(shard, "pt").metadata()
     classes, origins = json.loads(meta["classes"]), json.loads(meta["origins"])
     data = load_file(shard)
@@ -165,6 +184,11 @@ def evaluate(
             rounds, tokens = expected_rounds(agree * there, left)
         else:
             good = ((path == truth) & there).long().cumprod(-1).sum(-1).tolist()
+            if trace is not None:
+                confidence = confidences(draft, hidden, logits, ids[anchors], path, candidates)
+                print(classes[i], len(anchors), file=trace)
+                for n, row in zip(good, confidence.tolist(), strict=True):
+                    print(n, *(f"{x:.2f}" for x in row), file=trace)
             rounds, tokens, a = 0.0, float(left[0]), 0
             while a < len(anchors):
                 rounds, a = rounds + 1, a + good[a] + 1
@@ -229,6 +253,7 @@ def main() -> int:
     p.add_argument("--length", type=int, default=7, help="drafted tokens per round")
     p.add_argument("--limit", choices=("greedy", "sampled", "both"), default="both")
     p.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th answer")
+    p.add_argument("--trace", type=Path, help="write what each greedy block would do (pace.cpp)")
     p.add_argument("--bf16", action="store_true", help="faster, slightly different numbers")
     p.add_argument("--threads", type=int, default=2)
     args = p.parse_args()
@@ -244,21 +269,20 @@ def main() -> int:
                 shard = args.heldout / f"heldout-{name}.safetensors"
                 if not shard.is_file():
                     p.error(f"{shard} is missing; run data.py heldout and features.py first")
-                print(
-                    report(
-                        evaluate(
-                            draft,
-                            target,
-                            shard,
-                            name == "sampled",
-                            args.length,
-                            args.bf16,
-                            args.every,
-                        ),
-                        title,
-                    ),
-                    flush=True,
+                trace = io.StringIO() if args.trace and name == "greedy" else None
+                totals = evaluate(
+                    draft,
+                    target,
+                    shard,
+                    name == "sampled",
+                    args.length,
+                    args.bf16,
+                    args.every,
+                    trace,
                 )
+                print(report(totals, title), flush=True)
+                if trace is not None:
+                    args.trace.write_text(trace.getvalue())
 
     return finish(work)
 

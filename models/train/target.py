@@ -168,6 +168,10 @@ class Target:
         ).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, layer["down"])
 
+    def compile(self) -> None:
+        """torch.compile for what follows attention; takes a minute at the first call."""
+        self._finish = torch.compile(self._finish, dynamic=True)
+
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         return cos.to(self.dtype)[:, :, None], sin.to(self.dtype)[:, :, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
 
+import data as dt  # noqa: E402
 import evaluate as ev  # noqa: E402
 import export as ex  # noqa: E402
 import features as ft  # noqa: E402
@@ -292,12 +294,58 @@ def test_recipe_end_to_end(target, tmp_path, monkeypatch):
     }
     # on what it was trained on: so few steps teach it to fit, not to generalise
     shard = feats / "answers-0000.safetensors"
-    trained = ev.evaluate(again, target, shard, False, 7, False)["all"]
+    trace = io.StringIO()
+    trained = ev.evaluate(again, target, shard, False, 7, False, trace=trace)["all"]
+    lines = trace.getvalue().splitlines()
+    assert lines.pop(0) == "repetition 23"
+    rounds, at = 0, 0
+    first = [line.split() for line in lines[:23]]
+    while at < 23:
+        rounds, at = rounds + 1, at + int(first[at][0]) + 1
+    assert sum(line.startswith("repetition") for line in lines) == 47
+    assert all(len(row) == 8 and 0 <= float(row[1]) <= 1 for row in first)
+    assert rounds < 23 / 1.2, "the trace accepts next to nothing of a text that was learned"
     fresh = ev.evaluate(md.Draft(draft.config), target, shard, False, 7, False)["all"]
     score = [float(t["hits"][1, 0] / t["blocks"][0]) for t in (trained, fresh)]
     assert score[0] > score[1] + 0.1, f"Top-16 at position 1: trained {score[0]}, new {score[1]}"
     sampled = ev.evaluate(again, target, feats / "heldout-sampled.safetensors", True, 7, False)
     assert sampled["all"]["tokens"] >= sampled["all"]["rounds"] >= 1
+
+
+def test_more_shards_repeat_no_prompt(tmp_path, monkeypatch):
+    """`--shards` raised later: the prompts of finished shards and held-out ones are left out."""
+    ids = {}
+    monkeypatch.setattr(dt, "Target", lambda path: None)
+    monkeypatch.setattr(dt, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(dt, "chat_ids", lambda tok, text: [ids.setdefault(text, len(ids))])
+    monkeypatch.setattr(dt, "own_prompts", lambda *args: [])
+    monkeypatch.setattr(
+        dt, "answer", lambda target, rows, *args: [r | {"answer": [0]} for r in rows]
+    )
+    held = dt.read_lines(dt.HERE / "heldout.jsonl")[-1]["prompt"]
+    prompts = [{"class": "qa", "prompt": f"{i}"} for i in range(99)]
+    monkeypatch.setattr(
+        dt, "training_prompts", lambda n: [*prompts[: n - 1], {"class": "qa", "prompt": held}]
+    )
+    for shards in (4, 20):
+        dt.cmd_answers(
+            argparse.Namespace(
+                out=tmp_path,
+                target=None,
+                shards=shards,
+                per_shard=5,
+                seed=1,
+                compile=False,
+                worker="0/1",
+                greedy=0.5,
+                max_new=1,
+            )
+        )
+    rows = [r for path in sorted(tmp_path.glob("*.jsonl")) for r in dt.read_lines(path)]
+    seen = [r["ids"][0] for r in rows]
+    assert len(seen) > 30
+    assert len(seen) == len(set(seen))
+    assert held not in ids or ids[held] not in seen
 
 
 @pytest.mark.parametrize("what", ["absent", "other"])

@@ -5,6 +5,8 @@
 // pace crowd ...                                               the number of sequences changes all the time, and one more row
 //                                                              that belongs to nobody is verified now and then
 // pace classes ...                                             texts of 64 tokens, easy ones and (0.4 less) hard ones in turns
+// pace replay 1 n_max draft plain row ntexts file              by class: speed of 0 .. n_max drafted and of adaptive lengths,
+//                                                              over real blocks (models/train/evaluate.py --trace)
 // pace bias   fault seed trials                                counts of the token behind the anchor, and of pairs
 
 #include "dflash-pace.h"
@@ -14,6 +16,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -167,6 +171,91 @@ static double run_classes(dflash_pace & pace, const world & easy, int texts) {
     return tokens / ms;
 }
 
+struct real_text {
+    std::string kind;
+    std::vector<int> accepted;                  // of the block behind each token
+    std::vector<std::vector<float>> confidence; // by position
+};
+
+// Servers answer `n_texts` texts each in random order, until 3000 were answered. What a fixed length would have done is
+// exact, as a greedy block does not depend on how the text was reached.
+static int replay(world w, int n_texts, const char * file) {
+    std::vector<real_text> texts;
+    std::ifstream in(file);
+    for (size_t n; ; ) {
+        real_text text;
+        if (!(in >> text.kind >> n)) {
+            break;
+        }
+        text.accepted.resize(n);
+        text.confidence.assign(n, std::vector<float>(7));
+        for (size_t i = 0; i < n; ++i) {
+            in >> text.accepted[i];
+            for (auto & c : text.confidence[i]) {
+                in >> c;
+            }
+        }
+        if (!in) {
+            fprintf(stderr, "%s: broken\n", file);
+            return 1;
+        }
+        texts.push_back(text);
+    }
+
+    std::mt19937_64 order(7);
+    std::map<std::string, std::vector<double>> ms; // [0 .. n_max] fixed lengths, [n_max + 1] adaptive
+    for (int answered = 0; answered < 3000; answered += n_texts) {
+        std::shuffle(texts.begin(), texts.end(), order);
+        dflash_pace pace(1, w.n_max);
+        for (int i = 0; i < n_texts && i < (int) texts.size(); ++i) {
+            const auto & text  = texts[i];
+            const int    n_end = std::min<int>(96, (int) text.accepted.size());
+            std::vector<double> took(w.n_max + 2);
+            for (int n = 0; n <= w.n_max; ++n) {
+                for (int at = 0; at < n_end; at += 1 + std::min(n, text.accepted[at])) {
+                    took[n] += (n > 0 ? w.cost_draft(1) : 0.0) + w.cost_verify(1 + n);
+                }
+            }
+            pace.restart(0);
+            for (int at = 0; at < n_end; ) {
+                std::vector<bool> drafts;
+                pace.begin({ 0 }, { false }, drafts);
+                std::vector<dflash_pace_block> blocks(drafts[0] ? 1 : 0);
+                double t = 0.0;
+                if (drafts[0]) {
+                    blocks[0].confidence.assign(text.confidence[at].begin(), text.confidence[at].begin() + w.n_max);
+                    t = w.cost_draft(1) * w.jitter();
+                    pace.drafted(1, t);
+                    pace.cut(blocks);
+                }
+                const int    n = blocks.empty() ? 0 : blocks[0].n;
+                const double v = w.cost_verify(1 + n) * w.jitter();
+                pace.verified(1 + n, v);
+                const int accepted = std::min(n, text.accepted[at]);
+                pace.accepted(0, accepted, n);
+                at += 1 + accepted;
+                took.back() += t + v;
+            }
+            for (const auto & kind : { std::string("all"), text.kind }) {
+                ms[kind].resize(took.size());
+                for (size_t n = 0; n < took.size(); ++n) {
+                    ms[kind][n] += took[n];
+                }
+            }
+        }
+    }
+    printf("{");
+    for (const auto & [kind, took] : ms) {
+        printf("%s\"%s\": [", &kind == &ms.begin()->first ? "" : ", ", kind.c_str());
+        for (size_t n = 0; n < took.size(); ++n) {
+            printf("%s%.4f", n ? ", " : "", took[0] / took[n]);
+        }
+        printf("]");
+    }
+    printf("}\n");
+    return 0;
+}
+
 // A target and a draft over four tokens whose distributions depend on the previous token. Each block starts from a given
 // anchor; the emitted tokens must follow the target whatever the pace cuts.
 static int bias(const std::string & fault, uint64_t seed, int trials) {
@@ -279,6 +368,9 @@ int main(int argc, char ** argv) {
     w.spread = atof(argv[8]);
     const int rounds = argc > 9 ? atoi(argv[9]) : 4000;
 
+    if (!strcmp(argv[1], "replay")) {
+        return argc == 9 ? replay(w, atoi(argv[7]), argv[8]) : 2;
+    }
     dflash_pace pace(w.n_seq, w.n_max);
     double before = 0.0;
     if (!strcmp(argv[1], "switch")) {

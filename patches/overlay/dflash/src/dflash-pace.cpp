@@ -5,17 +5,18 @@
 
 // smoothing of costs and gains, and how tries are spaced
 static const double  COST_ALPHA    = 0.1;
-static const double  GAIN_ALPHA    = 0.2;
+static const double  GAIN_ALPHA    = 0.06; // of a text that was drafted for long: single drafts vary by more than their mean
+static const double  GAIN_PRIOR    = 3.0;  // drafts that the mean over all texts counts for at the start of one
 static const double  TRIAL_ALPHA   = 0.25;
 static const double  SPEED_ALPHA   = 0.05;
 static const double  PROBE_SHARE   = 0.01; // of the time may go into tries that fail
 static const int32_t PROBE_MIN     = 16;  // rounds between two tries of a sequence
 static const int32_t PROBE_MAX     = 512;
-static const int32_t TRIAL_ROUNDS  = 4;
+static const int32_t TRIAL_ROUNDS  = 8;
 static const int32_t EXPLORE_EVERY = 32;
 static const int32_t PLAIN_EVERY   = 64;
 static const int64_t GIVE_UP       = 256;
-static const double  PRIOR_WEIGHT  = 4.0;
+static const double  PRIOR_WEIGHT  = 10.0;
 static const double  RATE_MEMORY   = 200.0;
 
 void dflash_cost::add(int32_t size, double ms) {
@@ -381,7 +382,8 @@ void dflash_pace::cut(std::vector<dflash_pace_block> & list) {
                 s.wait     = s.interval;
             }
         }
-        s.gain += (s.probing || s.trial > 0 ? TRIAL_ALPHA : GAIN_ALPHA) * (saved - s.gain);
+        s.gain += std::max(s.probing ? TRIAL_ALPHA : GAIN_ALPHA, 1.0 / (GAIN_PRIOR + s.n_gains)) * (saved - s.gain);
+        s.n_gains++;
         if (s.gain > d) {
             s.interval = 0;
         }

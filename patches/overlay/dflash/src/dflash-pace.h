@@ -89,6 +89,7 @@ private:
 
     struct sequence {
         double  gain     = 0.0;  // smoothed, ms per draft
+        int32_t n_gains  = 0;    // drafts of this text that it was learned from
         int32_t interval = 0;    // rounds between tries while off
         int32_t wait     = 0;    // rounds until the next try
         int32_t trial    = 0;    // rounds still to draft whatever the mean says
