@@ -89,9 +89,9 @@ def test_easy_and_hard_texts_in_turns(program: Path, case: tuple[float, ...]) ->
 def test_real_blocks_of_every_class(program: Path, draft: float, texts: int) -> None:
     """Blocks of the demo draft, replayed, on servers that answer so many texts of up to 96 tokens.
 
-    The costs are those of the demo pair, with a reduced vocabulary and without. `best` is the length
-    that is best for the class, known in advance; a single short text leaves little to learn from,
-    and of a dear draft one class does not pay at all.
+    The costs are those of the demo pair, with a reduced vocabulary and without. `best` is the
+    length that is best for the class, known in advance; a single short text leaves little to learn
+    from, and of a dear draft one class does not pay at all.
     """
     result = run(program, "replay", 1, 7, draft, 8, 0.58, texts, BLOCKS)
     speed = {k: v[-1] for k, v in result.items()}
