@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -257,6 +258,10 @@ def main() -> int:
     p.add_argument("--bf16", action="store_true", help="faster, slightly different numbers")
     p.add_argument("--threads", type=int, default=2)
     args = p.parse_args()
+    if args.trace and args.limit == "sampled":
+        p.error("--trace is of the greedy answers, but --limit leaves them out")
+    if args.trace and (args.trace.is_dir() or not os.access(args.trace.parent, os.W_OK)):
+        p.error(f"--trace {args.trace}: cannot be written, expected a file in a writable folder")
     torch.set_num_threads(args.threads)
 
     def work() -> None:
@@ -282,7 +287,9 @@ def main() -> int:
                 )
                 print(report(totals, title), flush=True)
                 if trace is not None:
-                    args.trace.write_text(trace.getvalue())
+                    tmp = args.trace.with_name(f"{args.trace.name}.{os.getpid()}.tmp")
+                    tmp.write_text(trace.getvalue())
+                    tmp.replace(args.trace)
 
     return finish(work)
 
