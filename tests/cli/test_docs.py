@@ -17,7 +17,9 @@ MAKE = re.compile(r"`make ([a-z0-9.-]+)|^    make ([a-z0-9.-]+)", re.MULTILINE)
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
+    folders = [root / "docs", *(root / "models").iterdir()]
+    below = sorted(page for folder in folders for page in folder.glob("*.md"))
+    return [root / "README.md", root / "CHANGELOG.md", *below]
 
 
 def typed(root: Path, program: str) -> list[list[str]]:
@@ -57,6 +59,13 @@ def test_links_lead_somewhere(root: Path) -> None:
         local = [t for t in targets if not t.startswith(("http:", "https:"))]
         assert [t for t in local if not (page.parent / t).exists()] == [], page
     assert LINK.findall("see [a](b.md) or\n[c]: d.md") == [("b.md", ""), ("", "d.md")]
+
+
+def test_nothing_is_left_to_be_filled_in(root: Path) -> None:
+    blank = re.compile(r"@@\w+@@|\b(?:TODO|FIXME|XXX)\b")
+    for page in pages(root):
+        assert blank.findall(page.read_text(encoding="utf-8")) == [], page
+    assert blank.findall("1.80\n@@ROW@@\nTODO: the rest") == ["@@ROW@@", "TODO"]
 
 
 def test_make_targets_exist(root: Path) -> None:
